@@ -1,0 +1,353 @@
+"""All that Morphax takes from JAX's private parts, and every difference between JAX versions.
+
+A trace is an extension point that JAX does not publish, so the names below come from ``jax._src``. Each stands here with
+the reason it is needed; the rest of the package imports it from this file and never names a JAX version. Tested on
+JAX 0.10.2 to 0.12.0.1.
+"""
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core.primitives as primitives
+import numpy as np
+from jax._src import (
+    ad_util,
+    api_util,
+    config,
+    core,
+    dtypes,
+    literals,
+    pjit,
+    shard_map,
+    source_info_util,
+    util,
+)
+from jax._src import linear_util as lu
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import lax as lax_internal
+from jax._src.numpy import array_methods
+from jax._src.sharding_impls import UNSPECIFIED
+
+OLDEST = (0, 10, 2)
+NEWEST_TESTED = (0, 12, 0, 1)
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version string: ``"0.12.0.1.dev3"`` gives ``(0, 12, 0, 1)``."""
+    numbers = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def check_version(text: str) -> None:
+    """Refuse a JAX older than the floor, and warn once about one newer than the newest tested.
+
+    Raises:
+        ImportError: If ``text`` is older than 0.10.2.
+    """
+    version = version_tuple(text)
+    if version < OLDEST:
+        raise ImportError(
+            f"morphax needs jax>={'.'.join(map(str, OLDEST))}, but jax {text} is installed: older releases drive a Trace "
+            "in another way. Run `pip install --upgrade jax jaxlib`."
+        )
+    if version > NEWEST_TESTED:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"morphax was tested up to jax {newest}; jax {text} is newer and may drive a Trace in another way.",
+            stacklevel=2,
+        )
+
+
+check_version(jax.__version__)
+MERGED_JAXPRS = not hasattr(core, "ClosedJaxpr")  # since 0.12 one class holds a jaxpr with or without its constants
+
+# The extension point itself.
+Trace = core.Trace
+Tracer = core.Tracer
+TraceTag = core.TraceTag
+ShapedArray = core.ShapedArray
+Primitive = core.Primitive
+Jaxpr = core.Jaxpr
+trace_ctx = core.trace_ctx  # the current trace: read and set on every bind, where a context manager costs too much
+eval_trace = core.eval_trace
+take_current_trace = core.take_current_trace
+set_current_trace = core.set_current_trace
+ensure_no_leaks = core.ensure_no_leaks
+typeof = core.typeof  # `jax.typeof` is the same function behind one more call
+DebugInfo = core.DebugInfo
+WrappedFun = lu.WrappedFun
+wrap_init = lu.wrap_init
+weakref_lru_cache = util.weakref_lru_cache  # weak on the jaxpr, and keyed by what tracing depends on (mesh, x64, ...)
+trace_context = config.trace_context  # the same key, for caches that are not weak
+
+# Zeros of derivatives.
+Zero = ad_util.Zero
+SymbolicZero = ad_util.SymbolicZero
+instantiate = ad_util.instantiate
+is_undefined_primal = ad.is_undefined_primal
+
+# Rules of the `value` primitive.
+primitive_jvps = ad.primitive_jvps
+primitive_transposes = ad.primitive_transposes
+primitive_batchers = batching.primitive_batchers
+register_lowering = mlir.register_lowering
+lower_fun = mlir.lower_fun
+
+# Primitives that are not exported.
+jit_p = pjit.jit_p
+add_jaxvals_p = ad_util.add_jaxvals_p
+stop_gradient_p = getattr(ad_util, "stop_gradient_p", None)
+copy_p = lax_internal.copy_p
+copy_to_host_p = getattr(lax_internal, "copy_to_host_p", None)
+optimization_barrier_p = lax_internal.optimization_barrier_p
+pvary_p = core.pvary_p
+remat_p = primitives.remat_p
+device_put_p = primitives.device_put_p
+stack_p = getattr(lax_internal, "stack_p", None)
+custom_jvp_call_p = primitives.custom_jvp_call_p
+custom_vjp_call_p = primitives.custom_vjp_call_p
+shard_map_p = shard_map.shard_map_p
+
+# The types of leaves that JAX takes for arrays. A typed literal is what `bind` makes of a Python scalar.
+LITERALS = tuple(
+    getattr(literals, name)
+    for name in ("TypedNdArray", "TypedInt", "TypedFloat", "TypedComplex")
+    if hasattr(literals, name)
+)
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, *LITERALS)
+
+
+def current_trace() -> Any:
+    """Return the trace that receives the next bind (None inside a bind, on JAX 0.12)."""
+    return trace_ctx.trace
+
+
+def checking_leaks() -> bool:
+    """Whether `jax.checking_leaks` is on."""
+    return config.check_tracer_leaks.value
+
+
+def register_array_type(cls: type, lift: Callable[[Any], Any], aval: Callable[[Any], Any]) -> None:
+    """Let JAX take an instance of ``cls`` as an operand: ``lift`` makes an array of it, ``aval`` tells its type.
+
+    ``bind`` canonicalizes its arguments, and binary operations inside `shard_map` ask for the type before they bind.
+    """
+    register = getattr(dtypes, "register_canonicalize_value_handler", None)
+    if register is not None:
+        register(cls, lift)
+    else:
+        dtypes.canonicalize_value_handlers[cls] = lift  # 0.10: a dictionary, later a C++ registry
+    core.pytype_aval_mappings[cls] = aval
+
+
+# The operators of `jax.Array` and of tracers ask `__jax_array__` of the other operand before they defer to its reflected
+# operator. They are known by their code.
+_BINARY_OPERATORS = frozenset(
+    f.__code__ for name, f in vars(array_methods).items() if name.startswith("_operator_") and inspect.isfunction(f)
+)
+
+
+def asked_by_operator(depth: int = 2) -> bool:
+    """Whether the caller's caller is a binary operator of `jax.Array`."""
+    return sys._getframe(depth).f_code in _BINARY_OPERATORS
+
+
+def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> Any:
+    """Trace ``fun``, which takes and returns lists of arrays, to a closed jaxpr.
+
+    Unlike `jax.make_jaxpr` it keeps avals as they are (weak types, shardings, manual axes), runs ``fun`` once, and takes
+    no name from it.
+    """
+    if debug_info is None:
+        debug_info = DebugInfo("morphax", "value", None, None)
+    wrapped = wrap_init(fun, debug_info=debug_info.with_unknown_names())
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals))
+    return jaxpr if MERGED_JAXPRS else core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """Return the jaxpr with its constants as leading inputs, and the constants."""
+    return pe.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """Return an open jaxpr without constants as a closed one."""
+    return pe.close_jaxpr(jaxpr)
+
+
+def dce_jaxpr(closed: Any) -> tuple[Any, list[bool]]:
+    """Remove dead code from a closed jaxpr without constants: the open jaxpr, and which inputs it uses."""
+    jaxpr = pe.convert_constvars_jaxpr(closed.jaxpr)
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+
+
+eval_jaxpr = core.jaxpr_as_fun  # keeps the equations' contexts and name stacks
+
+
+def debug_info_of(closed: Any) -> Any:
+    """The debug information of a closed or an open jaxpr."""
+    return closed.jaxpr.debug_info if hasattr(closed, "jaxpr") else closed.debug_info
+
+
+def primitives_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield the primitive of each equation of a jaxpr and of the jaxprs in their parameters."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn.primitive
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from primitives_in(inner)
+
+
+def has_sub_jaxprs(params: dict[str, Any]) -> bool:
+    """Whether the parameters of a bind hold a jaxpr."""
+    return any(True for _ in core.jaxprs_in_params(params))
+
+
+def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the (open) jaxprs in the parameters of a bind."""
+    return core.jaxprs_in_params(params)
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether arrays of this type have tangents of their own dtype: floating or complex, and no key or integer."""
+    return dtypes.issubdtype(aval.dtype, np.inexact)
+
+
+def zeros(aval: Any) -> Any:
+    """Return an array of zeros of type ``aval`` (also for ``float0``)."""
+    return ad_util.zeros_like_aval(aval)
+
+
+# Lines of user code. Frames inside the package are not the user's; its tests and examples lie outside it.
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
+
+
+def user_line() -> str:
+    """Return file, line and function of the innermost frame that belongs to the user."""
+    return source_info_util.summarize(source_info_util.current())
+
+
+def jit_params(
+    params: dict[str, Any],
+    jaxpr: Any,
+    operands: Sequence[tuple[int, bool]],
+    results: Sequence[tuple[int, bool]],
+) -> dict[str, Any]:
+    """Rewrite the parameters of a `jit` bind for a body over leaves.
+
+    Args:
+        params: The parameters of the bind.
+        jaxpr: The closed body over leaves.
+        operands: Per operand the number of its leaves, and whether each leaf has the shape of the operand: shardings and
+            layouts speak of that shape, and are left open for other leaves.
+        results: The same per result.
+    """
+
+    def spread(entries: Sequence[Any], slots: Sequence[tuple[int, bool]], otherwise: Any) -> tuple[Any, ...]:
+        return tuple(
+            entry if keep else otherwise for entry, (n, keep) in zip(entries, slots, strict=True) for _ in range(n)
+        )
+
+    return dict(
+        params,
+        jaxpr=jaxpr,
+        donated_invars=tuple(d for d, (n, _) in zip(params["donated_invars"], operands, strict=True) for _ in range(n)),
+        in_shardings=spread(params["in_shardings"], operands, UNSPECIFIED),
+        out_shardings=spread(params["out_shardings"], results, UNSPECIFIED),
+        in_layouts=spread(params["in_layouts"], operands, None),
+        out_layouts=spread(params["out_layouts"], results, None),
+    )
+
+
+def jit_callable(params: dict[str, Any]) -> Callable | None:
+    """Return a `jax.jit` callable for a bind's parameters, for the C++ call path; None where it could lose one of them.
+
+    Shardings, layouts, compiler options and meshes keep their exact form only in the bind itself.
+    """
+    plain = (
+        all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
+        and all(entry is None for entry in (*params["in_layouts"], *params["out_layouts"]))
+        and not params["compiler_options_kvs"]
+        and params["ctx_mesh"].empty
+    )
+    if not plain:
+        return None
+    jaxpr = params["jaxpr"]
+
+    def body(*leaves):
+        return eval_jaxpr(jaxpr)(*leaves)
+
+    body.__name__ = body.__qualname__ = params["name"]
+    donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
+    return jax.jit(body, donate_argnums=donated, keep_unused=params["keep_unused"], inline=params["inline"])
+
+
+def remat_params(params: dict[str, Any], jaxpr: Any, num_consts: int, counts: Sequence[int]) -> dict[str, Any]:
+    """Rewrite the parameters of a `checkpoint` bind: ``prevent_cse`` may be given per operand."""
+    prevent_cse = params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):
+        prevent_cse = (False,) * num_consts + tuple(
+            p for p, n in zip(prevent_cse, counts, strict=True) for _ in range(n)
+        )
+    return dict(params, jaxpr=jaxpr, prevent_cse=prevent_cse)
+
+
+def call_cotangents(result: Any) -> tuple[Any, Any]:
+    """Split what a `custom_vjp` backward function returned into cotangents and logs (logs since 0.12)."""
+    return result if MERGED_JAXPRS else (result, None)
+
+
+def join_cotangents(cotangents: Sequence[Any], logs: Any) -> Any:
+    """The inverse of `call_cotangents`."""
+    return (list(cotangents), logs) if MERGED_JAXPRS else list(cotangents)
+
+
+def reset_stores(fun: Any) -> None:
+    """Empty the result stores of a wrapped function that JAX cannot see inside another one, so that it can run again."""
+    for store in fun.stores:
+        if store:
+            store.reset()
+
+
+# Bound with functions, not jaxprs: nothing can be said of them when they are bound, and no rule could run.
+CUSTOM_CALLS = (
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    shard_map_p,
+)
+
+
+_JITTED = type(jax.jit(lambda: None))
+
+
+def source_if_one_bind(function: Callable) -> str | None:
+    """Return what a jit's debug information calls ``function``; None unless each call of it is one jit bind."""
+    info = getattr(function, "_jit_info", None)
+    if info is None or type(function) is not _JITTED:  # `functools.wraps` copies the attribute to other functions
+        return None
+    inline = getattr(info, "inline", False)
+    if inline is True or "EARLY" in getattr(inline, "name", "") or "LATE" in getattr(inline, "name", ""):
+        return None
+    return api_util.fun_sourceinfo(function)
+
+
+def called_with_defaults(function: Callable, jaxpr: Any, avals: Sequence[Any]) -> bool:
+    """Whether a jit's closed ``jaxpr`` is the one that ``function`` gives on these avals with default arguments.
+
+    Static arguments leave no other mark in a jit bind.
+    """
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    try:
+        (eqn,) = jax.make_jaxpr(function)(*structs).eqns
+    except Exception:  # fewer or other operands than its signature takes by position
+        return False
+    return str(eqn.params.get("jaxpr")) == str(jaxpr)

@@ -1,0 +1,422 @@
+"""The interpreter: a trace that carries values through a function and asks the registry at every bind.
+
+`DispatchTracer` holds a value. `DispatchTrace` receives each bind: without a value among the operands it goes straight to
+the parent trace, and the parent's array comes back in no tracer. With one, the first of these that has an answer decides:
+a rule, the `default` of an operand's type, the built-in treatment of JAX's higher-order primitives, a simpler primitive
+that the bind can be expressed in; and last, every value becomes an array and the parent binds the primitive.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from . import _jax
+from ._array_value import ArrayValue
+from ._registry import JittedFunction, Rule, registry
+from ._value import aval_of, flatten, holds_value, is_value, is_value_type, materialize, value_p
+from .errors import AmbiguousDefaultError, MaterializationError, RecursiveRuleError, RuleResultError
+
+_trace_ctx = _jax.trace_ctx
+
+# Layers above add to these when they are imported.
+CONSTRUCTS: dict[Any, Callable] = {}  # higher-order primitives: (trace, primitive, operands, params) -> results
+DECOMPOSITIONS: dict[Any, Callable] = {}  # (primitive, operands, params) -> None, or a call to make in its place
+
+
+def construct(*primitives: Any) -> Callable[[Callable], Callable]:
+    """Declare the built-in treatment of primitives: ``f(trace, primitive, operands, params)`` with raw operands.
+
+    It runs under the parent and returns what the primitive returns, with values for arrays where it likes; or
+    `NotImplemented`.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        CONSTRUCTS.update(dict.fromkeys(primitives, function))
+        return function
+
+    return decorate
+
+
+class DispatchTracer(_jax.Tracer):
+    """Stands for an array in the traced function, and holds the value that stands for it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, trace: "DispatchTrace", value: Any, aval: Any):
+        self._trace = trace
+        self._line_info = None
+        self.aval = aval
+        self.value = value
+
+    def dense(self) -> Any:
+        """Return the array that the value stands for, in the parent trace."""
+        return self._trace.dense(self.value)
+
+    def to_concrete_value(self) -> Any:
+        """Return the array if all parts of the value are concrete, else None: JAX asks this before it branches."""
+        leaves, _ = flatten(self.value)
+        if any(isinstance(x, _jax.Tracer) and x.to_concrete_value() is None for x in leaves):
+            return None
+        dense = self.dense()
+        return dense.to_concrete_value() if isinstance(dense, _jax.Tracer) else dense
+
+    def __float__(self):
+        array = self.to_concrete_value()
+        return super().__float__() if array is None else float(array)
+
+    def __complex__(self):
+        array = self.to_concrete_value()
+        return super().__complex__() if array is None else complex(array)
+
+    def __array__(self, *args, **kwargs):
+        array = self.to_concrete_value()
+        return super().__array__(*args, **kwargs) if array is None else array.__array__(*args, **kwargs)
+
+    def item(self, *args):
+        """As `jax.Array.item`."""
+        array = self.to_concrete_value()
+        return super().__getattr__("item")(*args) if array is None else array.item(*args)
+
+    def tolist(self):
+        """As `jax.Array.tolist`."""
+        array = self.to_concrete_value()
+        return super().tolist() if array is None else array.tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+        try:
+            return getattr(self.value, name)
+        except AttributeError:
+            raise AttributeError(f"neither arrays nor `{type(self.value).__name__}` have an attribute {name!r}") from None
+
+    @property
+    def _debug_info(self) -> Any:
+        # Only the error of an escaped tracer reads this.
+        return _jax.DebugInfo(
+            "`morphax.wrap`, and it is used after that call has ended. Return it, or take its value with "
+            "`morphax.unwrap(tracer)` before",
+            f"a function that holds a `{type(self.value).__name__}`",
+            None,
+            None,
+        )
+
+    def _short_repr(self) -> str:
+        return f"{type(self).__name__}<{type(self.value).__name__}, {self.aval.str_short()}>"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+
+class DispatchTrace(_jax.Trace):
+    """Receives the binds of a wrapped function.
+
+    Args:
+        parent: The trace that what is plain goes to.
+        tag: That of an enclosing dispatch trace whose tracers are to be taken for this one's; else a new one.
+        observer: Told of each dispatch, if not None (see `Observer`).
+    """
+
+    __slots__ = ("_active", "_arrays", "observer", "parent_trace", "tag")
+
+    def __init__(self, parent: Any, tag: Any = None, observer: Any = None):
+        super().__init__()
+        self.requires_low = False  # else hijax primitives lose their derivative rules before they are seen
+        self.parent_trace = parent
+        self.tag = _jax.TraceTag() if tag is None else tag
+        self.observer = observer
+        self._active: list[tuple[Rule, Any, Sequence[Any]]] = []  # the rules that run now
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # dense arrays by the identity of their values
+
+    # -- values in, values out
+
+    def owns(self, x: Any) -> bool:
+        """Whether ``x`` is a tracer of this trace. (Tags are compared by identity: any two of them are equal.)"""
+        return type(x) is DispatchTracer and x._trace.tag is self.tag
+
+    def unbox(self, x: Any) -> Any:
+        """Return the value of a tracer of this trace, anything else as it is."""
+        return x.value if type(x) is DispatchTracer and x._trace.tag is self.tag else x
+
+    def unbox_tree(self, tree: Any) -> Any:
+        """Replace this trace's tracers by their values anywhere in a pytree, also inside values."""
+        leaves, treedef = jtu.tree_flatten(tree)
+        if not any(type(x) is DispatchTracer for x in leaves):
+            return tree
+        return jtu.tree_unflatten(treedef, map(self.unbox, leaves))
+
+    def box(self, x: Any) -> Any:
+        """Put a value into a tracer; an array stays as it is. Runs user code, so the parent must be current."""
+        if not is_value_type(type(x)):
+            return x
+        if not (isinstance(x, ArrayValue) and all(_is_opaque(type(part)) for part in x.__dict__.values())):
+            x = self.unbox_tree(x)  # a rule built it out of tracers
+        return DispatchTracer(self, x, aval_of(x))
+
+    def lift_value(self, value: Any) -> DispatchTracer:
+        """Make a tracer of a raw value that met an operation while this trace is current."""
+        previous = _trace_ctx.trace
+        _trace_ctx.set_trace(self.parent_trace)
+        try:
+            return self.box(value)
+        finally:
+            _trace_ctx.set_trace(previous)
+
+    def dense(self, value: Any) -> Any:
+        """Return the array that a value stands for. Computed once for each value and trace.
+
+        A value that holds other values is materialized inside the dispatch, so that their rules serve it.
+        """
+        held = self._arrays.get(id(value))
+        if held is not None:
+            return held[1]
+        with _jax.set_current_trace(self if holds_value(value) else self.parent_trace):
+            array = materialize(value)
+        key, arrays = id(value), self._arrays
+        try:
+            guard: Any = weakref.ref(value, lambda _: arrays.pop(key, None))
+        except TypeError:  # a tuple: kept until the trace ends
+            guard = value
+        arrays[key] = (guard, array)
+        if self.observer is not None:
+            self.observer.materialized(value, array)
+        return array
+
+    def call(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+        """Call a flat function on values and arrays, dispatching. The parent must be current."""
+        boxed = [self.box(x) for x in operands]
+        with _jax.set_current_trace(self):
+            outs = fun(*boxed)
+        return [self.unbox_tree(x) for x in outs]
+
+    # -- binds
+
+    def stage_value(self, val: Any) -> Any:
+        """JAX's identity on staged values: nothing to do here."""
+        return val
+
+    def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
+        """Receive a bind: dispatch if a value takes part in it, else hand it to the parent."""
+        operands = [x.value if type(x) is DispatchTracer and x._trace.tag is self.tag else x for x in args]
+        if all(map(_is_same, operands, args)) and not self._concerns(primitive, params):
+            return self.bind_parent(primitive, args, params)
+        previous = _trace_ctx.trace
+        _trace_ctx.set_trace(self.parent_trace)
+        try:
+            return self._dispatch(primitive, operands, params)
+        finally:
+            _trace_ctx.set_trace(previous)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, *, symbolic_zeros: bool) -> Any:
+        """Receive a call of a `jax.custom_jvp` function."""
+        return self._process_call(primitive, tracers, {"subfuns": (fun, jvp), "symbolic_zeros": symbolic_zeros})
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, *, out_trees: Any, symbolic_zeros: bool
+    ) -> Any:
+        """Receive a call of a `jax.custom_vjp` function."""
+        params = {"subfuns": (fun, fwd, bwd), "out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
+        return self._process_call(primitive, tracers, params)
+
+    def process_shard_map(self, primitive: Any, fun: Any, args: Any, /, **params: Any) -> Any:
+        """Receive a call of a `jax.shard_map` function."""
+        return self._process_call(primitive, args, {"subfuns": (fun,), **params})
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        """Receive a closed call (until JAX 0.10): its body runs in the dispatch."""
+        with _jax.set_current_trace(self.parent_trace):
+            return [self.box(x) for x in self.call(fun.call_wrapped, list(map(self.unbox, tracers)))]
+
+    def _process_call(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Treat a call whose functions are opaque: they may have captured anything, so it never goes past the dispatch."""
+        with _jax.set_current_trace(self.parent_trace):
+            results = CONSTRUCTS[primitive](self, primitive, list(map(self.unbox, args)), params)
+            return results.map(self.box) if hasattr(results, "map") else list(map(self.box, results))
+
+    def bind_parent(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Bind on the parent. The arguments are canonical already."""
+        return primitive.bind_with_trace(self.parent_trace, args, [_jax.typeof(x) for x in args], params)
+
+    def _concerns(self, primitive: Any, params: dict[str, Any]) -> bool:
+        """Whether a bind on plain operands is to be dispatched all the same."""
+        if primitive is value_p:
+            return True
+        if primitive in registry.plain:
+            return not any(rule.plain and p is primitive for rule, p, _ in self._active)
+        return primitive in CONSTRUCTS and any(holds_rule(j, registry.version) for j in _jax.jaxprs_in(params))
+
+    def _dispatch(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        if primitive is value_p:
+            return self.box(params["structure"].build(operands))
+        answered, results = self._ask_rules(primitive, operands, params)
+        if not answered and (default := _default_of(primitive, operands)) is not None:
+            with _jax.set_current_trace(self):
+                results = default(primitive, operands, params)
+            answered = results is not NotImplemented
+        if not answered and (treat := CONSTRUCTS.get(primitive)) is not None:
+            results = treat(self, primitive, operands, params)
+            answered = results is not NotImplemented
+        if not answered and (decompose := DECOMPOSITIONS.get(primitive)) is not None:
+            call = decompose(primitive, operands, params)
+            if call is not None:
+                with _jax.set_current_trace(self):
+                    results = call(*operands)
+                answered = True
+        if not answered:
+            return self.bind_dense(primitive, operands, params)
+        return list(map(self.box, results)) if primitive.multiple_results else self.box(results)
+
+    def _ask_rules(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> tuple[bool, Any]:
+        if registry.functions and primitive is _jax.jit_p:
+            function = _whole_function(operands, params)
+            if function is not None:
+                answered, result = self._ask(function, operands, {})
+                if answered:
+                    return True, jtu.tree_leaves(result, is_leaf=is_value)
+        return self._ask(primitive, operands, params)
+
+    def _ask(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> tuple[bool, Any]:
+        rule = registry.find(primitive, operands)
+        tried: list[Rule] = []
+        while rule is not None:
+            result = self._run(rule, primitive, operands, params)
+            if result is not NotImplemented:
+                if not isinstance(primitive, JittedFunction):
+                    result = _checked(result, rule, primitive)
+                if self.observer is not None:
+                    self.observer.ruled(primitive, operands, rule, result)
+                return True, result
+            tried.append(rule)
+            rule = registry.after(primitive, operands, tried)
+        return False, None
+
+    def _run(self, rule: Rule, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        for other, _, at_work in self._active:
+            if other is rule and len(at_work) == len(operands) and all(map(_is_same, at_work, operands)):
+                raise RecursiveRuleError(
+                    f"the rule {rule.location} for `{primitive}` came back to itself with the same operands "
+                    f"({_types(operands)}): it applies `{primitive}` to the value that it was given. Apply it to the value's "
+                    "fields, or to `morphax.materialize(x)`."
+                )
+        self._active.append((rule, primitive, operands))
+        _trace_ctx.set_trace(self)
+        try:
+            return rule(primitive, operands, params)
+        finally:
+            _trace_ctx.set_trace(self.parent_trace)
+            self._active.pop()
+
+    def bind_dense(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Make an array of every value among the operands and bind the primitive on the parent."""
+        try:
+            arrays = [self.dense(x) if is_value(x) else x for x in operands]
+        except MaterializationError as error:
+            raise refusal(primitive, operands, error) from (error.__cause__ or error)
+        if self.observer is not None:
+            self.observer.densified(primitive, operands)
+        with _jax.set_current_trace(self.parent_trace):
+            return primitive.bind(*arrays, **params)
+
+
+def refusal(primitive: Any, operands: Sequence[Any], error: MaterializationError) -> MaterializationError:
+    """The error of an operation that has no rule for a value which will not become an array."""
+    return MaterializationError(
+        f"`{primitive}` of ({_types(operands)}) has no rule, so its values had to become arrays, and one refuses: {error}\n"
+        f"At {_jax.user_line()}.\n"
+        f"Write a rule: `@morphax.register({_spelling(primitive)})` with "
+        f"`def {primitive}_rule({', '.join(f'x{i}: {type(x).__name__}' if is_value(x) else f'x{i}: ArrayLike' for i, x in enumerate(operands))}, **params)`."
+    )
+
+
+def _spelling(primitive: Any) -> str:
+    return f"lax.{primitive}_p" if hasattr(jax.lax, f"{primitive}_p") else f"{primitive}_p"
+
+
+def _types(operands: Sequence[Any]) -> str:
+    return ", ".join(
+        type(x).__name__ if is_value(x) else _jax.typeof(x).str_short(short_dtypes=True) for x in operands
+    )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b
+
+
+_opaque: dict[type, bool] = {}
+
+
+def _is_opaque(cls: type) -> bool:
+    """Whether an object of this type can hold no tracer of ours: an array, a scalar, another trace's tracer."""
+    known = _opaque.get(cls)
+    if known is None:
+        known = issubclass(cls, (_jax.Tracer, str, type(None), *_jax.ARRAY_TYPES)) and cls is not DispatchTracer
+        _opaque[cls] = known
+    return known
+
+
+@_jax.weakref_lru_cache
+def holds_rule(jaxpr: Any, version: int) -> bool:
+    """Whether a jaxpr holds a `value` equation or a primitive with a plain rule, so that it is to be retraced."""
+    del version  # a key: rules may have been registered since
+    return any(p is value_p or p in registry.plain for p in _jax.primitives_in(jaxpr))
+
+
+def _default_of(primitive: Any, operands: Sequence[Any]) -> Callable | None:
+    """The `default` of the operands' types: that of the one type that has it, or the most derived override of one."""
+    owners = {type(x).default: type(x) for x in operands if is_value(x) and callable(getattr(type(x), "default", None))}
+    if len(owners) > 1:
+        names = " and ".join(f"`{cls.__name__}.default`" for cls in owners.values())
+        raise AmbiguousDefaultError(
+            f"`{primitive}` of ({_types(operands)}) has no rule, and {names} both claim it. Register a rule for these types: "
+            f"`@morphax.register({_spelling(primitive)})`."
+        )
+    return next(iter(owners), None)
+
+
+def _whole_function(operands: Sequence[Any], params: dict[str, Any]) -> JittedFunction | None:
+    jaxpr = params["jaxpr"]
+    function = registry.functions.get(_jax.debug_info_of(jaxpr).func_src_info)
+    if function is None or not _is_default_call(jaxpr, function):
+        return None
+    return function
+
+
+@_jax.weakref_lru_cache
+def _is_default_call(jaxpr: Any, function: JittedFunction) -> bool:
+    return _jax.called_with_defaults(function.function, jaxpr, jaxpr.in_avals)
+
+
+def _checked(result: Any, rule: Rule, primitive: Any) -> Any:
+    """Refuse what is no result of the primitive: None, a wrong number of results, an object that is no array."""
+    results = result if primitive.multiple_results else [result]
+    if not isinstance(results, (list, tuple)) or is_value(results):
+        raise RuleResultError(
+            f"`{primitive}` has several results, and the rule {rule.location} returned a `{type(result).__name__}`. Return a "
+            "list of them."
+        )
+    for x in results:
+        if not (isinstance(x, (_jax.Tracer, *_jax.ARRAY_TYPES)) or is_value(x)):
+            told = "None" if x is None else f"a `{type(x).__name__}`"
+            forgot = " Is the `return` missing?" if x is None else " Return an array or a value."
+            raise RuleResultError(f"the rule {rule.location} for `{primitive}` returned {told}, which is no array.{forgot}")
+    return result
+
+
+@contextmanager
+def subtrace(tag: Any, observer: Any) -> Iterator[DispatchTrace]:
+    """Dispatch over the trace that is current, as part of the transformation with this tag."""
+    with _jax.take_current_trace() as parent:
+        trace = DispatchTrace(parent, tag, observer)
+        try:
+            with _jax.set_current_trace(parent):
+                yield trace
+        finally:
+            trace.invalidate()
+            del trace

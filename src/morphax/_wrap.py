@@ -1,0 +1,193 @@
+"""`wrap`: the transformation that makes a function dispatch, and the ways in and out of it."""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from . import _jax
+from ._operators import dispatch_with
+from ._trace import DispatchTrace, DispatchTracer
+from ._value import is_value, is_value_type, lift
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Wrapped(eqx.Module, Generic[P, T]):
+    """A function that dispatches on array-ish values: what `wrap` returns.
+
+    A pytree of the arrays of the function (of a model, say), so that `equinox.filter_jit` and `jax.vmap` take it.
+    """
+
+    fn: Callable[P, T]
+
+    @property
+    def __wrapped__(self) -> Callable[P, T]:
+        return self.fn
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function; values anywhere in it and in the arguments dispatch."""
+        return dispatch(self.fn, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else jtu.Partial(self, instance)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapped) and (self.fn is other.fn or _same_method(self.fn, other.fn))
+
+    def __hash__(self) -> int:
+        return hash((Wrapped, id(getattr(self.fn, "__func__", self.fn))))
+
+
+def _same_method(a: Any, b: Any) -> bool:
+    return isinstance(a, types.MethodType) and isinstance(b, types.MethodType) and a == b
+
+
+def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
+    """Make a function dispatch on array-ish values.
+
+    Inside, every value in the arguments (and in ``fn`` itself, if that is a pytree) is an array whose operations go to the
+    rules registered for its type; where there is none, it becomes an array. Results that are values come back as values.
+    Composes with `jax.jit`, `jax.vmap`, `jax.grad` and the rest, inside and outside. May be used as a decorator, of methods
+    too.
+
+    Args:
+        fn: Any callable, written for arrays.
+
+    Returns:
+        A callable with the name, documentation and signature of ``fn``; the same one for the same function, so that a
+        `jax.jit` of it reuses its compiled programs.
+
+    Raises:
+        TypeError: If ``fn`` is not callable.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`wrap` takes a function, and got a `{type(fn).__name__}`. To call a function on values, write "
+            "`wrap(f)(value, x)`; to make one value an array, `asarray(value)`."
+        )
+    if isinstance(fn, Wrapped):
+        return fn
+    namespace = getattr(fn, "__dict__", None)
+    kept = namespace.get("_morphax_wrapped") if namespace else None
+    if kept is not None and kept.fn is fn:  # (`functools.wraps` copies attributes to other functions)
+        return kept
+    wrapped = eqx.module_update_wrapper(Wrapped(fn))
+    if isinstance(namespace, dict) and not isinstance(fn, eqx.Module):
+        try:
+            fn._morphax_wrapped = wrapped  # type: ignore[attr-defined]
+        except AttributeError:  # it does not want attributes; then each call makes a new one
+            pass
+    return wrapped
+
+
+def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], observer: Any = None) -> Any:
+    """Call ``fn`` under a dispatching trace, told of by ``observer``."""
+    with _jax.take_current_trace() as parent:
+        if observer is None:
+            observer = getattr(parent, "observer", None)
+        trace = DispatchTrace(parent, observer=observer)
+        try:
+            out = _run(trace, fn, args, kwargs)
+        finally:
+            trace.invalidate()
+        if _jax.checking_leaks():
+            with _jax.ensure_no_leaks(trace):
+                del trace
+    return out
+
+
+def _run(trace: DispatchTrace, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with _jax.set_current_trace(trace.parent_trace):
+        fn, args, kwargs = _boxed_function(trace, fn), _box(trace, args), _box(trace, kwargs)
+        with _jax.set_current_trace(trace):
+            out = fn(*args, **kwargs)
+        return trace.unbox_tree(out)
+
+
+def _box(trace: DispatchTrace, tree: Any) -> Any:
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=is_value)
+    if not any(is_value_type(type(x)) for x in leaves):
+        return tree
+    return jtu.tree_unflatten(treedef, map(trace.box, leaves))
+
+
+def _boxed_function(trace: DispatchTrace, fn: Any) -> Any:
+    if isinstance(fn, types.FunctionType):
+        return fn
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(fn.__func__, _box(trace, fn.__self__))
+    if isinstance(fn, functools.partial):
+        return functools.partial(fn.func, *_box(trace, fn.args), **_box(trace, fn.keywords))
+    return _box(trace, fn)
+
+
+def unwrap(tree: Any) -> Any:
+    """Return the value that a tracer holds, anywhere in a pytree; anything else stays.
+
+    For what leaves a wrapped function in another way than by `return`, and for results made under `dispatching`.
+    """
+    return jtu.tree_map(lambda x: x.value if type(x) is DispatchTracer else x, tree)
+
+
+def asarray(x: Any) -> Any:
+    """Make an array of a raw value.
+
+    To an operation a value is an array already. To a transformation (`jax.vmap`, the arguments of `jax.lax.scan`) it is the
+    container of its leaves, unless it came in through `wrap` or this function.
+
+    Args:
+        x: A value, or an array.
+
+    Returns:
+        Inside a dispatching call an array that dispatches, elsewhere the dense array.
+    """
+    return lift(x) if is_value(x) else x
+
+
+@contextmanager
+def dispatching() -> Iterator[None]:
+    """Make operations in this block dispatch on values, with no wrapper: ``jnp.sin(value)``.
+
+    Results that are values are tracers, which die with the block: take them out with `unwrap`. Calls of jitted functions
+    inside take JAX's slower path in Python.
+    """
+    with _jax.take_current_trace() as parent:
+        trace = DispatchTrace(parent)
+        try:
+            with _jax.set_current_trace(trace):
+                yield
+        finally:
+            trace.invalidate()
+            del trace
+
+
+def install() -> None:
+    """Make every operation of this thread dispatch on values, until `uninstall`: `dispatching` without a block."""
+    if not isinstance(_jax.current_trace(), DispatchTrace):
+        _jax.trace_ctx.set_trace(DispatchTrace(_jax.current_trace()))
+
+
+def uninstall() -> None:
+    """Undo `install`. Values that were computed meanwhile have to be taken out with `unwrap` before."""
+    trace = _jax.current_trace()
+    if isinstance(trace, DispatchTrace):
+        _jax.trace_ctx.set_trace(trace.parent_trace)
+        trace.invalidate()
+
+
+def _operate(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator or method of a value: in the current dispatch, or in one of its own, which gives the value back."""
+    trace = _jax.current_trace()
+    if not isinstance(trace, DispatchTrace):
+        return dispatch(function, args, kwargs)
+    args, kwargs = jtu.tree_map(asarray, (args, kwargs), is_leaf=is_value)
+    return function(*args, **kwargs)
+
+
+dispatch_with(_operate)
