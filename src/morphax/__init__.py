@@ -2,10 +2,11 @@
 
 from . import errors as errors
 from . import primitives as primitives
-from . import rules as _rules  # noqa: F401  # the built-in treatment of JAX's own primitives
+from . import rules as _rules  # the built-in treatment of JAX's own primitives
 from ._array_value import ArrayValue as ArrayValue
 from ._array_value import field as field
 from ._array_value import register_type as register_type
+from ._explain import explain as explain
 from ._registry import register as register
 from ._value import aval_of as aval_of
 from ._value import materialize as materialize
@@ -16,3 +17,6 @@ from ._wrap import install as install
 from ._wrap import uninstall as uninstall
 from ._wrap import unwrap as unwrap
 from ._wrap import wrap as wrap
+
+# isort: split
+from . import arrays as arrays  # they are written over the names above

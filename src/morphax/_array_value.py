@@ -217,7 +217,7 @@ class ArrayValue(Operators):
 
 def _short(x: Any) -> str:
     if isinstance(x, (jax.Array, np.ndarray)) and hasattr(x, "shape"):
-        return f"{np.dtype(x.dtype).name if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype}{list(x.shape)}"
+        return f"{x.dtype}{list(x.shape)}"
     return repr(x)
 
 

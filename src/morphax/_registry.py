@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import plum
-from plum._resolver import Resolver  # plum exports only its `Function`, which knows neither NotImplemented nor plain rules
+from plum._resolver import (
+    Resolver,
+)  # plum exports only its `Function`, which knows neither NotImplemented nor plain rules
 
 from . import _jax
 from ._array_value import register_type
@@ -234,7 +236,10 @@ def _decided_by_type(annotation: Any) -> bool:
 def _admits_value(annotation: Any) -> bool:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return any(map(_admits_value, typing.get_args(annotation)))
-    return not (isinstance(annotation, type) and (annotation is type(None) or issubclass(annotation, (jax.Array, *_jax.ARRAY_TYPES))))
+    return not (
+        isinstance(annotation, type)
+        and (annotation is type(None) or issubclass(annotation, (jax.Array, *_jax.ARRAY_TYPES)))
+    )
 
 
 def _named_types(annotation: Any) -> Iterator[type]:
@@ -327,9 +332,7 @@ def register(
 
     def decorate(function: Callable) -> Callable:
         frame = sys._getframe(1)
-        registry.add(
-            primitives, function, precedence=precedence, override=override, plain=plain, names=frame.f_locals
-        )
+        registry.add(primitives, function, precedence=precedence, override=override, plain=plain, names=frame.f_locals)
         return function
 
     return decorate

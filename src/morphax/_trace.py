@@ -9,6 +9,7 @@ that the bind can be expressed in; and last, every value becomes an array and th
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ _trace_ctx = _jax.trace_ctx
 # Layers above add to these when they are imported.
 CONSTRUCTS: dict[Any, Callable] = {}  # higher-order primitives: (trace, primitive, operands, params) -> results
 DECOMPOSITIONS: dict[Any, Callable] = {}  # (primitive, operands, params) -> None, or a call to make in its place
+
+# Whoever wants to be told of each dispatch made meanwhile: has `ruled` and `densified`.
+OBSERVER: ContextVar[Any] = ContextVar("observer", default=None)
 
 
 def construct(*primitives: Any) -> Callable[[Callable], Callable]:
@@ -95,7 +99,9 @@ class DispatchTracer(_jax.Tracer):
         try:
             return getattr(self.value, name)
         except AttributeError:
-            raise AttributeError(f"neither arrays nor `{type(self.value).__name__}` have an attribute {name!r}") from None
+            raise AttributeError(
+                f"neither arrays nor `{type(self.value).__name__}` have an attribute {name!r}"
+            ) from None
 
     @property
     def _debug_info(self) -> Any:
@@ -121,17 +127,16 @@ class DispatchTrace(_jax.Trace):
     Args:
         parent: The trace that what is plain goes to.
         tag: That of an enclosing dispatch trace whose tracers are to be taken for this one's; else a new one.
-        observer: Told of each dispatch, if not None (see `Observer`).
     """
 
     __slots__ = ("_active", "_arrays", "observer", "parent_trace", "tag")
 
-    def __init__(self, parent: Any, tag: Any = None, observer: Any = None):
+    def __init__(self, parent: Any, tag: Any = None):
         super().__init__()
         self.requires_low = False  # else hijax primitives lose their derivative rules before they are seen
         self.parent_trace = parent
         self.tag = _jax.TraceTag() if tag is None else tag
-        self.observer = observer
+        self.observer = OBSERVER.get()
         self._active: list[tuple[Rule, Any, Sequence[Any]]] = []  # the rules that run now
         self._arrays: dict[int, tuple[Any, Any]] = {}  # dense arrays by the identity of their values
 
@@ -185,8 +190,6 @@ class DispatchTrace(_jax.Trace):
         except TypeError:  # a tuple: kept until the trace ends
             guard = value
         arrays[key] = (guard, array)
-        if self.observer is not None:
-            self.observer.materialized(value, array)
         return array
 
     def call(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
@@ -214,7 +217,9 @@ class DispatchTrace(_jax.Trace):
         finally:
             _trace_ctx.set_trace(previous)
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, *, symbolic_zeros: bool) -> Any:
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, *, symbolic_zeros: bool
+    ) -> Any:
         """Receive a call of a `jax.custom_jvp` function."""
         return self._process_call(primitive, tracers, {"subfuns": (fun, jvp), "symbolic_zeros": symbolic_zeros})
 
@@ -340,9 +345,7 @@ def _spelling(primitive: Any) -> str:
 
 
 def _types(operands: Sequence[Any]) -> str:
-    return ", ".join(
-        type(x).__name__ if is_value(x) else _jax.typeof(x).str_short(short_dtypes=True) for x in operands
-    )
+    return ", ".join(type(x).__name__ if is_value(x) else _jax.typeof(x).str_short(short_dtypes=True) for x in operands)
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -405,15 +408,17 @@ def _checked(result: Any, rule: Rule, primitive: Any) -> Any:
         if not (isinstance(x, (_jax.Tracer, *_jax.ARRAY_TYPES)) or is_value(x)):
             told = "None" if x is None else f"a `{type(x).__name__}`"
             forgot = " Is the `return` missing?" if x is None else " Return an array or a value."
-            raise RuleResultError(f"the rule {rule.location} for `{primitive}` returned {told}, which is no array.{forgot}")
+            raise RuleResultError(
+                f"the rule {rule.location} for `{primitive}` returned {told}, which is no array.{forgot}"
+            )
     return result
 
 
 @contextmanager
-def subtrace(tag: Any, observer: Any) -> Iterator[DispatchTrace]:
+def subtrace(tag: Any = None) -> Iterator[DispatchTrace]:
     """Dispatch over the trace that is current, as part of the transformation with this tag."""
     with _jax.take_current_trace() as parent:
-        trace = DispatchTrace(parent, tag, observer)
+        trace = DispatchTrace(parent, tag)
         try:
             with _jax.set_current_trace(parent):
                 yield trace

@@ -124,7 +124,7 @@ def _ask_author(value: Any) -> Any:
             f"a `{type(value).__name__}` had to become an array, and its `__jax_array__` raised "
             f"{type(error).__name__}: {error}"
         ) from error
-    if dense is None or not isinstance(dense, (_jax.Tracer, *_jax.ARRAY_TYPES)) and not is_value(dense):
+    if dense is None or (not isinstance(dense, (_jax.Tracer, *_jax.ARRAY_TYPES)) and not is_value(dense)):
         raise MaterializationError(
             f"`{type(value).__name__}.__jax_array__` returned a `{type(dense).__name__}`, which is no array. Return an "
             "array made of the value's fields."

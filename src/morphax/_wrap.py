@@ -86,12 +86,10 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
     return wrapped
 
 
-def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], observer: Any = None) -> Any:
-    """Call ``fn`` under a dispatching trace, told of by ``observer``."""
+def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call ``fn`` under a dispatching trace."""
     with _jax.take_current_trace() as parent:
-        if observer is None:
-            observer = getattr(parent, "observer", None)
-        trace = DispatchTrace(parent, observer=observer)
+        trace = DispatchTrace(parent)
         try:
             out = _run(trace, fn, args, kwargs)
         finally:

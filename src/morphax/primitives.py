@@ -37,7 +37,12 @@ BINARY = _family(
 COMPARISONS = _family("eq ne lt le gt ge eq_to le_to lt_to")
 """Elementwise comparisons: the result is boolean."""
 
-ELEMENTWISE = (*UNARY, *BINARY, *COMPARISONS, *_family("clamp select_n regularized_incomplete_beta convert_element_type"))
+ELEMENTWISE = (
+    *UNARY,
+    *BINARY,
+    *COMPARISONS,
+    *_family("clamp select_n regularized_incomplete_beta convert_element_type"),
+)
 """All elementwise primitives, with those of three operands."""
 
 STRUCTURAL = _family(
@@ -46,9 +51,7 @@ STRUCTURAL = _family(
 )
 """Primitives that move elements and compute nothing."""
 
-REDUCTIONS = _family(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
-)
+REDUCTIONS = _family("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 """Reductions over the parameter ``axes``."""
 
 CUMULATIVE = _family("cumlogsumexp cummax cummin cumprod cumsum")

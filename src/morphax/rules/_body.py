@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import _jax
 from .._registry import registry
-from .._trace import DispatchTrace, subtrace
+from .._trace import OBSERVER, DispatchTrace, subtrace
 from .._value import Structure, flatten, is_value
 
 
@@ -34,7 +34,9 @@ class Slots:
     def build(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the operands or results made of these leaves."""
         rest = iter(leaves)
-        return [next(rest) if s is None else s.build([next(rest) for _ in range(s.num_leaves)]) for s in self.structures]
+        return [
+            next(rest) if s is None else s.build([next(rest) for _ in range(s.num_leaves)]) for s in self.structures
+        ]
 
     def shaped_alike(self, arrays: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[int, bool]]:
         """Per slot the number of leaves, and whether each leaf has the shape of the slot's array.
@@ -75,27 +77,27 @@ class Body:
     callables: dict[Any, Any] = field(default_factory=dict)  # `jax.jit` callables of the program, by their parameters
 
 
-def body_over_leaves(jaxpr: Any, slots: Slots, avals: Sequence[Any], observer: Any = None) -> Body:
+def body_over_leaves(jaxpr: Any, slots: Slots, avals: Sequence[Any]) -> Body:
     """Return a closed jaxpr as a program over leaves of these types, with the dispatch applied inside."""
-    if observer is not None:
-        return _retrace(jaxpr, slots, tuple(avals), observer)
+    if OBSERVER.get() is not None:  # it is to be told of what a kept program no longer says
+        return _retrace(jaxpr, slots, tuple(avals))
     body = _kept(jaxpr, slots, tuple(avals), registry.version)
     # A rule that closed over tracers left them in the constants: such a program belongs to this call alone.
-    return _retrace(jaxpr, slots, tuple(avals), None) if body is None else body
+    return _retrace(jaxpr, slots, tuple(avals)) if body is None else body
 
 
 @_jax.weakref_lru_cache
 def _kept(jaxpr: Any, slots: Slots, avals: tuple[Any, ...], version: int) -> Body | None:
     del version
-    body = _retrace(jaxpr, slots, avals, None)
+    body = _retrace(jaxpr, slots, avals)
     return None if any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts) else body
 
 
-def _retrace(jaxpr: Any, slots: Slots, avals: tuple[Any, ...], observer: Any) -> Body:
+def _retrace(jaxpr: Any, slots: Slots, avals: tuple[Any, ...]) -> Body:
     found: list[Slots] = []
 
     def over_leaves(*leaves):
-        with subtrace(None, observer) as trace:
+        with subtrace() as trace:
             outs, results = flatten_all(trace, trace.call(_jax.eval_jaxpr(jaxpr), slots.build(leaves)))
         found.append(results)
         return outs

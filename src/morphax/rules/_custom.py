@@ -53,7 +53,9 @@ class _Results:
         """Return the tangents of the leaves: for a value of one leaf, that of the array."""
         assert self.slots is not None  # the primal results came first
         return [
-            flatten(t)[0][0] if s is not None and is_value(t) and flatten(t)[1].treedef.num_leaves == 1 else _dense(trace, t)
+            flatten(t)[0][0]
+            if s is not None and is_value(t) and flatten(t)[1].treedef.num_leaves == 1
+            else _dense(trace, t)
             for t, s in zip(outs, self.slots.structures, strict=True)
         ]
 
@@ -108,11 +110,11 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     leaves, slots = flatten_all(trace, operands)
     if _has_no_tangent(slots, [_jax.typeof(x) for x in leaves]):
         return trace.call(fun.call_wrapped, operands)
-    tag, observer, results = trace.tag, trace.observer, _Results()
+    tag, results = trace.tag, _Results()
 
     def fun_over_leaves(*leaves):
         _jax.reset_stores(fun)
-        with subtrace(tag, observer) as inner:
+        with subtrace(tag) as inner:
             return results.flatten(inner, inner.call(fun.call_wrapped, slots.build(leaves)))
 
     def jvp_over_leaves(*primals_and_tangents):
@@ -120,7 +122,7 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
         half = len(primals_and_tangents) // 2
         primals = split(primals_and_tangents[:half], slots.counts)
         tangents = split(primals_and_tangents[half:], slots.counts)
-        with subtrace(tag, observer) as inner:
+        with subtrace(tag) as inner:
             directions = [
                 _tangent(s, p, t, symbolic) for s, p, t in zip(slots.structures, primals, tangents, strict=True)
             ]
@@ -144,7 +146,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     avals = [_jax.typeof(x) for x in leaves]
     if _has_no_tangent(slots, avals):
         return trace.call(fun.call_wrapped, operands)
-    tag, observer, results = trace.tag, trace.observer, _Results()
+    tag, results = trace.tag, _Results()
     positions = split(range(len(leaves)), slots.counts)
     of_values = [i for group, s in zip(positions, slots.structures, strict=True) if s is not None for i in group]
     residuals: list[Slots] = []  # how the residuals lie, once the forward function has run
@@ -152,14 +154,14 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
 
     def fun_over_leaves(*leaves):
         _jax.reset_stores(fun)
-        with subtrace(tag, observer) as inner:
+        with subtrace(tag) as inner:
             return results.flatten(inner, inner.call(fun.call_wrapped, slots.build(leaves)))
 
     def fwd_over_leaves(*leaves_and_moves):
         _jax.reset_stores(fwd)
         leaves, moves = leaves_and_moves[::2], leaves_and_moves[1::2]
         moved = [any(group) for group in split(moves, slots.counts)]
-        with subtrace(tag, observer) as inner:
+        with subtrace(tag) as inner:
             interleaved = [x for pair in zip(slots.build(leaves), moved, strict=True) for x in pair]
             outs = inner.call(fwd.call_wrapped, interleaved)
             _, _, input_fwds = out_trees()
@@ -182,7 +184,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
         res = residuals_and_cotangents[:num_residuals]
         points = dict(zip(of_values, residuals_and_cotangents[num_residuals:], strict=False))
         cts = residuals_and_cotangents[num_residuals + len(of_values) :]
-        with subtrace(tag, observer) as inner:
+        with subtrace(tag) as inner:
             boxed = [inner.box(x) for x in residuals[0].build(res)]
             with _jax.set_current_trace(inner):
                 found, logs = _jax.call_cotangents(bwd.call_wrapped(*boxed, *cts))

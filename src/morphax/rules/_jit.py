@@ -14,7 +14,7 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
     jaxpr = params["jaxpr"]
-    body = body_over_leaves(jaxpr, slots, avals, trace.observer)
+    body = body_over_leaves(jaxpr, slots, avals)
     new = _jax.jit_params(
         params,
         body.jaxpr,

@@ -13,7 +13,7 @@ def checkpoint(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], pa
     """Bind the checkpoint over the leaves of its operands; the policy stays the same object."""
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
-    body = body_over_leaves(_jax.close_jaxpr(params["jaxpr"]), slots, avals, trace.observer)
+    body = body_over_leaves(_jax.close_jaxpr(params["jaxpr"]), slots, avals)
     jaxpr, consts = _jax.open_jaxpr(body.jaxpr)
     new = _jax.remat_params(params, jaxpr, len(consts), slots.counts)
     return body.results.build(primitive.bind(*consts, *leaves, **new))

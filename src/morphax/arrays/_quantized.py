@@ -1,0 +1,166 @@
+"""`QuantizedArray`: int8 numbers with a floating scale for each channel (Jacob et al. 2018, arXiv:1712.05877).
+
+    w = QuantizedArray.quantize(w, axis=-1)   # one scale per row
+    mx.wrap(model)({"w": w}, x)
+
+Products use the integers and scale the result, so the weight is never made dense.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+import morphax as mx
+
+
+class QuantizedArray(mx.ArrayValue):
+    """Stands for ``qvalue * scale``, symmetric quantization.
+
+    Its derivative is that of the dense array: floating, through the scale; the integers are constants.
+
+    Attributes:
+        qvalue: int8.
+        scale: Floating, of as many dimensions as ``qvalue``; an axis of length 1 shares one scale. Its dtype is that of the
+            array.
+    """
+
+    qvalue: Array
+    scale: Array
+
+    def __check_init__(self) -> None:
+        q, s = jnp.shape(self.qvalue), jnp.shape(self.scale)
+        if len(q) != len(s) or any(m not in (1, n) for m, n in zip(s, q, strict=True)):
+            raise ValueError(
+                f"`scale` of shape {s} does not fit `qvalue` of shape {q}: each axis has its length, or length 1."
+            )
+
+    @classmethod
+    def quantize(cls, x: ArrayLike, *, axis: int | Sequence[int] = -1) -> "QuantizedArray":
+        """Round an array to int8, the largest magnitude along ``axis`` becoming 127.
+
+        Args:
+            x: Floating.
+            axis: The axis or axes that share one scale.
+
+        Raises:
+            TypeError: If ``x`` is not floating.
+
+        Cost: one pass over ``x``. The error of an element is at most half its scale.
+        """
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"`quantize` takes a floating array, got dtype {x.dtype}.")
+        largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+        scale = jnp.where(largest > 0, largest / 127, 1).astype(x.dtype)
+        return cls(jnp.round(x / scale).astype(jnp.int8), scale)
+
+    def aval(self) -> Any:
+        """The shape of the integers, the dtype of the scale."""
+        return jax.typeof(self.qvalue).update(dtype=self.scale.dtype, weak_type=False)
+
+    def __jax_array__(self) -> Array:
+        return self.qvalue.astype(self.scale.dtype) * self.scale
+
+    def is_shared(self, axis: int) -> bool:
+        """Whether one scale serves the whole axis."""
+        return self.scale.shape[axis] == 1
+
+
+@mx.register(lax.dot_general_p)
+def dot_general_quantized_array(
+    x: QuantizedArray, y: ArrayLike, *, dimension_numbers, preferred_element_type, **params
+):
+    """``(q s) y = s (q y)`` where the scale does not vary along what is summed, ``q (s y)`` where it varies only there."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    free = [i for i in range(x.ndim) if i not in lc and i not in lb]
+    out_type = preferred_element_type or jnp.result_type(x.dtype, y.dtype)
+    q = x.qvalue.astype(x.dtype)
+    if all(map(x.is_shared, lc)):
+        out = lax.dot_general(q, y, dimension_numbers, preferred_element_type=out_type, **params)
+        scale = lax.transpose(x.scale, (*lb, *free, *lc))
+        after = out.ndim - len(lb) - len(free)
+        return out * scale.reshape(*scale.shape[: len(lb) + len(free)], *[1] * after).astype(out.dtype)
+    if all(map(x.is_shared, free)):
+        of_y = dict(zip((*rb, *rc), (*lb, *lc), strict=True))
+        order = [of_y.get(j) for j in range(y.ndim)]
+        scale = lax.transpose(x.scale, (*(i for i in order if i is not None), *free))
+        y = y * scale.reshape([1 if i is None else x.scale.shape[i] for i in order]).astype(y.dtype)
+        return lax.dot_general(q, y, dimension_numbers, preferred_element_type=out_type, **params)
+    return NotImplemented
+
+
+@mx.register(lax.dot_general_p)
+def dot_general_array_quantized(
+    x: ArrayLike, y: QuantizedArray, *, dimension_numbers, preferred_element_type, **params
+):
+    """As with the operands exchanged; the free axes of ``x`` come first."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    free = [j for j in range(y.ndim) if j not in rc and j not in rb]
+    out_type = preferred_element_type or jnp.result_type(x.dtype, y.dtype)
+    q = y.qvalue.astype(y.dtype)
+    if all(map(y.is_shared, rc)):
+        out = lax.dot_general(x, q, dimension_numbers, preferred_element_type=out_type, **params)
+        scale = lax.transpose(y.scale, (*rb, *free, *rc))
+        batch, own = scale.shape[: len(rb)], scale.shape[len(rb) : len(rb) + len(free)]
+        return out * scale.reshape(*batch, *[1] * (out.ndim - len(batch) - len(own)), *own).astype(out.dtype)
+    if all(map(y.is_shared, free)):
+        of_x = dict(zip((*lb, *lc), (*rb, *rc), strict=True))
+        order = [of_x.get(i) for i in range(x.ndim)]
+        scale = lax.transpose(y.scale, (*(j for j in order if j is not None), *free))
+        x = x * scale.reshape([1 if j is None else y.scale.shape[j] for j in order]).astype(x.dtype)
+        return lax.dot_general(x, q, dimension_numbers, preferred_element_type=out_type, **params)
+    return NotImplemented
+
+
+@mx.register(lax.transpose_p)
+def transpose_quantized(x: QuantizedArray, *, permutation):
+    """Both parts are transposed."""
+    return QuantizedArray(lax.transpose(x.qvalue, permutation), lax.transpose(x.scale, permutation))
+
+
+@mx.register(lax.gather_p)
+def gather_slices_quantized(x: QuantizedArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, **params):
+    """The dense slices: an embedding lookup. Along a shared axis the scale has one element."""
+    varies = [not x.is_shared(i) for i in range(x.ndim)]
+    indexed = (*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims)
+    if not all(varies[i] for i in indexed):
+        return NotImplemented
+    sizes = tuple(n if v else 1 for n, v in zip(slice_sizes, varies, strict=True))
+    q = lax.gather(x.qvalue, indices, dimension_numbers, slice_sizes, **params)
+    return q.astype(x.dtype) * lax.gather(x.scale, indices, dimension_numbers, sizes, **params)
+
+
+@mx.register(lax.mul_p)
+def mul_quantized_scalar(x: QuantizedArray, y: ArrayLike):
+    """A scalar scales the scale."""
+    return QuantizedArray(x.qvalue, x.scale * y) if jnp.ndim(y) == 0 else NotImplemented
+
+
+@mx.register(lax.mul_p)
+def mul_scalar_quantized(x: ArrayLike, y: QuantizedArray):
+    """A scalar scales the scale."""
+    return mul_quantized_scalar(y, x)
+
+
+@mx.register(lax.div_p)
+def div_quantized_scalar(x: QuantizedArray, y: ArrayLike):
+    """A scalar scales the scale."""
+    return QuantizedArray(x.qvalue, x.scale / y) if jnp.ndim(y) == 0 else NotImplemented
+
+
+@mx.register(lax.neg_p)
+def neg_quantized(x: QuantizedArray):
+    """The negative scale."""
+    return QuantizedArray(x.qvalue, -x.scale)
+
+
+@mx.register(lax.convert_element_type_p)
+def convert_quantized(x: QuantizedArray, *, new_dtype, **params):
+    """A floating type is that of the scale."""
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return QuantizedArray(x.qvalue, x.scale.astype(new_dtype))
