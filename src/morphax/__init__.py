@@ -9,6 +9,7 @@ from ._array_value import register_type as register_type
 from ._explain import explain as explain
 from ._registry import register as register
 from ._value import aval_of as aval_of
+from ._value import is_value as is_value
 from ._value import materialize as materialize
 from ._version import __version__ as __version__
 from ._wrap import asarray as asarray

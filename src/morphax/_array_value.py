@@ -84,6 +84,12 @@ class _Shadow:
         raise AttributeError
 
 
+def _shadow_properties(cls: type) -> None:
+    for name in inspect.get_annotations(cls):
+        if name not in cls.__dict__ and isinstance(getattr(ArrayValue, name, None), property):
+            setattr(cls, name, _Shadow())
+
+
 def _checked_init(init: Callable, static: tuple[str, ...], fields: tuple[str, ...]) -> Callable:
     """Run what has to hold of a new instance after its own `__init__`, and not after those it calls through `super()`."""
 
@@ -145,11 +151,10 @@ class ArrayValue(Operators):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own_init = "__init__" in cls.__dict__
-        for name in inspect.get_annotations(cls):
-            if name not in cls.__dict__ and isinstance(getattr(ArrayValue, name, None), property):
-                setattr(cls, name, _Shadow())
+        _shadow_properties(cls)  # before, so that no property is taken for a field's default
         inherited_init = not own_init and getattr(cls.__init__, "by_hand", False)
         dataclasses.dataclass(frozen=True, eq=False, repr=False, init=not (own_init or inherited_init))(cls)
+        _shadow_properties(cls)  # after, where a field specifier was removed again
         del cls.__setattr__, cls.__delattr__  # ours allow a hand-written `__init__` to set each field once
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         for f in fields:

@@ -172,7 +172,7 @@ def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> 
         debug_info = DebugInfo("morphax", "value", None, None)
     wrapped = wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals))
-    return jaxpr if MERGED_JAXPRS else core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportAttributeAccessIssue]
+    return jaxpr.with_consts(consts) if MERGED_JAXPRS else core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

@@ -30,11 +30,10 @@ def _unary(function: Callable) -> Callable:
 
 def _binary(function: Callable, *, reflected: bool = False) -> Callable:
     def operate(self, other):
-        # What no array accepts gets its own turn, or Python's error with both types.
-        if other is None or isinstance(other, (str, bytes, list, tuple, dict, set)):
-            # A NamedTuple may be array-ish.
-            if not hasattr(type(other), "__jax_array__"):
-                return NotImplemented
+        # What no array accepts gets its own turn, or Python's error with both types. (A NamedTuple may be array-ish.)
+        no_array = other is None or isinstance(other, (str, bytes, list, tuple, dict, set))
+        if no_array and not hasattr(type(other), "__jax_array__"):
+            return NotImplemented
         return _call(function, other, self) if reflected else _call(function, self, other)
 
     return operate

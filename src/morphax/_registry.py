@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -267,7 +268,9 @@ def _read_signature(function: Callable, precedence: int, plain: bool, names: Any
             keywords = None
         elif keywords is not None:
             keywords.add(p.name)
-    signature = plum.Signature(*positional, varargs=varargs, precedence=precedence)
+    with warnings.catch_warnings():  # plum warns of types that depend on the value; those are resolved on every call
+        warnings.filterwarnings("ignore", "Could not (resolve|determine)")
+        signature = plum.Signature(*positional, varargs=varargs, precedence=precedence)
     annotations = _types(signature)
     if not plain and not any(map(_admits_value, annotations)):
         raise RegistrationError(

@@ -2,7 +2,7 @@
 
 `DispatchTracer` holds a value. `DispatchTrace` receives each bind: without a value among the operands it goes straight to
 the parent trace, and the parent's array comes back in no tracer. With one, the first of these that has an answer decides:
-a rule, the `default` of an operand's type, the built-in treatment of JAX's higher-order primitives, a simpler primitive
+a rule, the built-in treatment of JAX's higher-order primitives, the `default` of an operand's type, a simpler primitive
 that the bind can be expressed in; and last, every value becomes an array and the parent binds the primitive.
 """
 
@@ -23,23 +23,21 @@ from .errors import AmbiguousDefaultError, MaterializationError, RecursiveRuleEr
 
 _trace_ctx = _jax.trace_ctx
 
-# Layers above add to these when they are imported.
-CONSTRUCTS: dict[Any, Callable] = {}  # higher-order primitives: (trace, primitive, operands, params) -> results
-DECOMPOSITIONS: dict[Any, Callable] = {}  # (primitive, operands, params) -> None, or a call to make in its place
+# Layers above add to these when they are imported. A treatment is ``f(trace, primitive, operands, params)`` with raw
+# operands; it runs under the parent and returns what the primitive returns, values in place of arrays where it likes, or
+# `NotImplemented`.
+CONSTRUCTS: dict[Any, Callable] = {}  # higher-order primitives: their bodies meet rules, so no type's `default` is asked
+FALLBACKS: dict[Any, Callable] = {}  # primitives that can be done without a rule and without making a value dense
 
 # Whoever wants to be told of each dispatch made meanwhile: has `ruled` and `densified`.
 OBSERVER: ContextVar[Any] = ContextVar("observer", default=None)
 
 
-def construct(*primitives: Any) -> Callable[[Callable], Callable]:
-    """Declare the built-in treatment of primitives: ``f(trace, primitive, operands, params)`` with raw operands.
-
-    It runs under the parent and returns what the primitive returns, with values for arrays where it likes; or
-    `NotImplemented`.
-    """
+def treatment(table: dict[Any, Callable], *primitives: Any) -> Callable[[Callable], Callable]:
+    """Declare the built-in treatment of primitives (those that this JAX has) in one of the tables above."""
 
     def decorate(function: Callable) -> Callable:
-        CONSTRUCTS.update(dict.fromkeys(primitives, function))
+        table.update({p: function for p in primitives if p is not None})
         return function
 
     return decorate
@@ -261,22 +259,18 @@ class DispatchTrace(_jax.Trace):
         if primitive is value_p:
             return self.box(params["structure"].build(operands))
         answered, results = self._ask_rules(primitive, operands, params)
-        if not answered and (default := _default_of(primitive, operands)) is not None:
-            with _jax.set_current_trace(self):
-                results = default(primitive, operands, params)
-            answered = results is not NotImplemented
-        if not answered and (treat := CONSTRUCTS.get(primitive)) is not None:
-            results = treat(self, primitive, operands, params)
-            answered = results is not NotImplemented
-        if not answered and (decompose := DECOMPOSITIONS.get(primitive)) is not None:
-            call = decompose(primitive, operands, params)
-            if call is not None:
-                with _jax.set_current_trace(self):
-                    results = call(*operands)
-                answered = True
         if not answered:
-            return self.bind_dense(primitive, operands, params)
+            results = self._treat(primitive, operands, params)
         return list(map(self.box, results)) if primitive.multiple_results else self.box(results)
+
+    def _treat(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Give the results of a bind that no rule serves."""
+        for treatment in (CONSTRUCTS.get(primitive), _ask_default, FALLBACKS.get(primitive)):
+            if treatment is not None:
+                results = treatment(self, primitive, operands, params)
+                if results is not NotImplemented:
+                    return results
+        return self.bind_dense(primitive, operands, params)
 
     def _ask_rules(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> tuple[bool, Any]:
         if registry.functions and primitive is _jax.jit_p:
@@ -332,11 +326,12 @@ class DispatchTrace(_jax.Trace):
 
 def refusal(primitive: Any, operands: Sequence[Any], error: MaterializationError) -> MaterializationError:
     """The error of an operation that has no rule for a value which will not become an array."""
+    arguments = [f"x{i}: {type(x).__name__ if is_value(x) else 'ArrayLike'}" for i, x in enumerate(operands)]
     return MaterializationError(
         f"`{primitive}` of ({_types(operands)}) has no rule, so its values had to become arrays, and one refuses: {error}\n"
         f"At {_jax.user_line()}.\n"
         f"Write a rule: `@morphax.register({_spelling(primitive)})` with "
-        f"`def {primitive}_rule({', '.join(f'x{i}: {type(x).__name__}' if is_value(x) else f'x{i}: ArrayLike' for i, x in enumerate(operands))}, **params)`."
+        f"`def {primitive}_rule({', '.join(arguments)}, **params)`."
     )
 
 
@@ -371,8 +366,8 @@ def holds_rule(jaxpr: Any, version: int) -> bool:
     return any(p is value_p or p in registry.plain for p in _jax.primitives_in(jaxpr))
 
 
-def _default_of(primitive: Any, operands: Sequence[Any]) -> Callable | None:
-    """The `default` of the operands' types: that of the one type that has it, or the most derived override of one."""
+def _ask_default(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Ask the `default` of the operands' types, if exactly one of them has it."""
     owners = {type(x).default: type(x) for x in operands if is_value(x) and callable(getattr(type(x), "default", None))}
     if len(owners) > 1:
         names = " and ".join(f"`{cls.__name__}.default`" for cls in owners.values())
@@ -380,7 +375,11 @@ def _default_of(primitive: Any, operands: Sequence[Any]) -> Callable | None:
             f"`{primitive}` of ({_types(operands)}) has no rule, and {names} both claim it. Register a rule for these types: "
             f"`@morphax.register({_spelling(primitive)})`."
         )
-    return next(iter(owners), None)
+    if not owners:
+        return NotImplemented
+    (default,) = owners
+    with _jax.set_current_trace(trace):
+        return default(primitive, operands, params)
 
 
 def _whole_function(operands: Sequence[Any], params: dict[str, Any]) -> JittedFunction | None:

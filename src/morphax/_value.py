@@ -63,7 +63,7 @@ def flatten(value: Any) -> tuple[list[Any], Structure | None]:
     leaves, treedef = jtu.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return leaves, None
-    if all(isinstance(leaf, _jax.ARRAY_TYPES) or isinstance(leaf, _jax.Tracer) for leaf in leaves):
+    if all(isinstance(leaf, (_jax.Tracer, *_jax.ARRAY_TYPES)) for leaf in leaves):
         return leaves, Structure(treedef)
     arrays, static = [], []
     for position, leaf in enumerate(leaves):

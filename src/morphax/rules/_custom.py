@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 
 from .. import _jax
 from .._differentiation import dense_tangent, leaf_cotangents, meaning, tangent_leaves
-from .._trace import DispatchTrace, construct, subtrace
+from .._trace import CONSTRUCTS, DispatchTrace, subtrace, treatment
 from .._value import Structure, aval_of, flatten, is_value
 from ..errors import DifferentiationError
 from ._body import Slots, flatten_all, split
@@ -102,7 +102,7 @@ def _wrapped(fun: Any, original: Any) -> Any:
     return _jax.wrap_init(fun, debug_info=original.debug_info.with_unknown_names())
 
 
-@construct(_jax.custom_jvp_call_p)
+@treatment(CONSTRUCTS, _jax.custom_jvp_call_p)
 def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the call over leaves, with a function and a rule over leaves."""
     fun, jvp = params["subfuns"]
@@ -137,7 +137,7 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     return results.slots.build(outs)
 
 
-@construct(_jax.custom_vjp_call_p)
+@treatment(CONSTRUCTS, _jax.custom_vjp_call_p)
 def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the call over leaves. Values among the residuals come back as values; cotangents are pulled back to leaves."""
     fun, fwd, bwd = params["subfuns"]

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from .. import _jax
-from .._trace import DispatchTrace, construct
+from .._trace import FALLBACKS, DispatchTrace, treatment
 from ..primitives import IDENTITIES
 from ._body import flatten_all, split
 
 
-@construct(*IDENTITIES)
+@treatment(FALLBACKS, *IDENTITIES)
 def identity(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Bind the primitive on each leaf; it keeps the value's meaning, whatever that is."""
     leaves, slots = flatten_all(trace, operands)
@@ -21,7 +21,7 @@ def identity(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], para
     return slots.build([primitive.bind(x, **params) for x in leaves])[0]
 
 
-@construct(_jax.device_put_p)
+@treatment(FALLBACKS, _jax.device_put_p)
 def device_put(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Move each leaf; a sharding names dimensions of the array, so it moves leaves only if they have its shape."""
     leaves, slots = flatten_all(trace, operands)

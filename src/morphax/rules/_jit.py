@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import _jax
-from .._trace import DispatchTrace, construct
+from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from ._body import Body, body_over_leaves, flatten_all
 
 
-@construct(_jax.jit_p)
+@treatment(CONSTRUCTS, _jax.jit_p)
 def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the jit over the leaves of its operands."""
     leaves, slots = flatten_all(trace, operands)

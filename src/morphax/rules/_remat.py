@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
-from .._trace import DispatchTrace, construct
+from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from ._body import body_over_leaves, flatten_all
 
 
-@construct(_jax.remat_p)
+@treatment(CONSTRUCTS, _jax.remat_p)
 def checkpoint(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the checkpoint over the leaves of its operands; the policy stays the same object."""
     leaves, slots = flatten_all(trace, operands)

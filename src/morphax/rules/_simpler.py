@@ -7,18 +7,25 @@ from jax import lax
 
 from .. import _jax
 from .._registry import registry
-from .._trace import DECOMPOSITIONS
+from .._trace import FALLBACKS, DispatchTrace, treatment
 from .._value import aval_of, is_value
 
 Call = Callable[..., Any]
 
 
-def decomposition(*primitives: Any) -> Callable[[Call], Call]:
-    """Declare how primitives may be expressed: ``f(primitive, operands, params)`` gives the call to make, or None."""
+def decomposition(*primitives: Any) -> Callable[[Callable], Callable]:
+    """Declare how primitives may be expressed: ``f(operands, **params)`` gives the call to make in their place, or None."""
 
-    def decorate(function: Call) -> Call:
-        DECOMPOSITIONS.update(dict.fromkeys((p for p in primitives if p is not None), function))
-        return function
+    def decorate(express: Callable) -> Callable:
+        @treatment(FALLBACKS, *primitives)
+        def simpler(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+            call = express(operands, **params)
+            if call is None:
+                return NotImplemented
+            with _jax.set_current_trace(trace):
+                return call(*operands)
+
+        return express
 
     return decorate
 
@@ -28,13 +35,13 @@ def _has_rule(primitive: Any, operands: Sequence[Any]) -> bool:
 
 
 @decomposition(_jax.add_jaxvals_p)
-def add_cotangents(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+def add_cotangents(operands: Sequence[Any], **params: Any) -> Call | None:
     """Cotangents are added as arrays are."""
     return lax.add if _has_rule(lax.add_p, operands) else None
 
 
 @decomposition(lax.convert_element_type_p)
-def convert_to_own_dtype(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+def convert_to_own_dtype(operands: Sequence[Any], **params: Any) -> Call | None:
     """A conversion that changes nothing is the value itself."""
     (x,) = operands
     aval = aval_of(x)
@@ -43,13 +50,13 @@ def convert_to_own_dtype(primitive: Any, operands: Sequence[Any], params: dict[s
 
 
 @decomposition(lax.square_p)
-def square_as_product(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+def square_as_product(operands: Sequence[Any], **params: Any) -> Call | None:
     """``x ** 2`` is ``x * x``."""
     return (lambda x: lax.mul(x, x)) if _has_rule(lax.mul_p, [*operands, *operands]) else None
 
 
 @decomposition(lax.integer_pow_p)
-def integer_power_as_product(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+def integer_power_as_product(operands: Sequence[Any], **params: Any) -> Call | None:
     """The second and third power are products."""
     if params["y"] not in (2, 3) or not _has_rule(lax.mul_p, [*operands, *operands]):
         return None
@@ -57,7 +64,7 @@ def integer_power_as_product(primitive: Any, operands: Sequence[Any], params: di
 
 
 @decomposition(lax.split_p)
-def split_as_slices(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+def split_as_slices(operands: Sequence[Any], **params: Any) -> Call | None:
     """The pieces are slices."""
     if not _has_rule(lax.slice_p, operands):
         return None
@@ -66,8 +73,8 @@ def split_as_slices(primitive: Any, operands: Sequence[Any], params: dict[str, A
     return lambda x: [lax.slice_in_dim(x, start, start + n, axis=axis) for start, n in zip(starts, sizes, strict=True)]
 
 
-@decomposition(getattr(_jax, "stack_p", None))
-def stack_as_concatenation(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Call | None:
+@decomposition(_jax.stack_p)
+def stack_as_concatenation(operands: Sequence[Any], **params: Any) -> Call | None:
     """A stack is the concatenation of arrays with a new axis."""
     if not _has_rule(lax.concatenate_p, operands) or not any(map(is_value, operands)):
         return None
