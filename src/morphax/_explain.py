@@ -95,12 +95,12 @@ class _Recorder:
 def explain(fn: Callable) -> Callable[..., Explanation]:
     """Return a function that says what ``fn`` would dispatch, and what would be made dense.
 
-    Nothing is computed: ``fn`` is traced abstractly, as by `jax.eval_shape`. Values in the arguments dispatch as under
-    `wrap`; calls of `wrap` inside are followed too. What a `jax.jit` of a wrapped function has compiled before is not
-    traced again, and not seen.
+    Nothing is computed: ``fn`` is traced abstractly, as by `jax.eval_shape`, and every dispatching call in it is followed.
+    Where there is none, ``fn`` is taken for the function to be wrapped. What a `jax.jit` of a wrapped function has compiled
+    before is not traced again, and not seen.
 
     Args:
-        fn: A function, wrapped or not.
+        fn: A function that dispatches (`wrap` of a model, or the gradient of a loss that calls one), or one that could.
 
     Returns:
         A function of the same arguments that returns an `Explanation`.
@@ -110,7 +110,9 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         recorder = _Recorder()
         token = OBSERVER.set(recorder)
         try:
-            eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
+            eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
+            if not recorder.seen:
+                eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
         finally:
             OBSERVER.reset(token)
         return Explanation(tuple(Row(*key, count) for key, count in recorder.seen.items()))

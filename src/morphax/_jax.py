@@ -232,13 +232,24 @@ source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 
 
 def user_line() -> str:
-    """Return file, line and function of the innermost frame that belongs to the user."""
-    return source_info_util.summarize(source_info_util.current())
+    """Return file, line and function of the innermost frame that belongs to the user; empty if there is none.
+
+    An equation of a program that was traced before knows where the user wrote it. One that JAX made itself (inside
+    `jax.numpy.add`, in a backward pass) knows no such place; then it is where the user called.
+    """
+    told = source_info_util.summarize(source_info_util.current())
+    if told:
+        return told
+    frame = sys._getframe(1)
+    while frame is not None and not source_info_util.is_user_filename(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def jit_params(
     params: dict[str, Any],
     jaxpr: Any,
+    num_consts: int,
     operands: Sequence[tuple[int, bool]],
     results: Sequence[tuple[int, bool]],
 ) -> dict[str, Any]:
@@ -247,6 +258,7 @@ def jit_params(
     Args:
         params: The parameters of the bind.
         jaxpr: The closed body over leaves.
+        num_consts: The number of leading inputs that are constants of the body.
         operands: Per operand the number of its leaves, and whether each leaf has the shape of the operand: shardings and
             layouts speak of that shape, and are left open for other leaves.
         results: The same per result.
@@ -260,10 +272,11 @@ def jit_params(
     return dict(
         params,
         jaxpr=jaxpr,
-        donated_invars=tuple(d for d, (n, _) in zip(params["donated_invars"], operands, strict=True) for _ in range(n)),
-        in_shardings=spread(params["in_shardings"], operands, UNSPECIFIED),
+        donated_invars=(False,) * num_consts
+        + tuple(d for d, (n, _) in zip(params["donated_invars"], operands, strict=True) for _ in range(n)),
+        in_shardings=(UNSPECIFIED,) * num_consts + spread(params["in_shardings"], operands, UNSPECIFIED),
         out_shardings=spread(params["out_shardings"], results, UNSPECIFIED),
-        in_layouts=spread(params["in_layouts"], operands, None),
+        in_layouts=(None,) * num_consts + spread(params["in_layouts"], operands, None),
         out_layouts=spread(params["out_layouts"], results, None),
     )
 

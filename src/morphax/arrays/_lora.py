@@ -6,18 +6,20 @@
 The weight ``w`` may itself be a value, for example a `QuantizedArray`.
 """
 
+from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 import morphax as mx
 
 
 class LoraArray(mx.ArrayValue):
-    """Stands for ``w + alpha / rank * b @ a``.
+    """Stands for ``w + alpha / rank * b @ a``, in the dtype of ``w``.
 
     Attributes:
         w: The weight, shape ``(*batch, m, n)``: an array or a value.
@@ -48,12 +50,12 @@ class LoraArray(mx.ArrayValue):
             TypeError: If ``rank`` is no integer, or ``w`` is not floating.
             ValueError: If ``w`` is no matrix, or the rank does not fit it.
         """
-        shape, dtype = w.shape, w.dtype
+        shape, dtype = jax.typeof(w).shape, jax.typeof(w).dtype
         if len(shape) < 2:
             raise ValueError(
                 f"a LoRA update is a product of two matrices, and `w` has shape {shape}: it needs two dimensions."
             )
-        if not isinstance(rank, int) or isinstance(rank, bool):
+        if not isinstance(rank, Integral) or isinstance(rank, bool):
             raise TypeError(f"`rank` must be an integer, got {rank!r}.")
         *batch, m, n = shape
         if not 1 <= rank <= min(m, n):
@@ -80,12 +82,18 @@ class LoraArray(mx.ArrayValue):
         """The weight as derivatives see it."""
         return lax.stop_gradient(self.w) if self.frozen else self.w
 
+    @property
+    def factors(self) -> tuple[Array, Array]:
+        """``a`` and ``b`` in the dtype of the weight: they may be kept in a wider one."""
+        return self.a.astype(self.dtype), self.b.astype(self.dtype)
+
     def aval(self) -> Any:
         """The type of the weight."""
-        return jax.typeof(self.w)
+        return jax.typeof(self.w).update(weak_type=False)
 
     def __jax_array__(self) -> Array:
-        return self.weight + self.scaling * (self.b @ self.a)
+        a, b = self.factors
+        return self.weight + self.scaling * (b @ a)
 
     def like(self, w: Any, a: Any, b: Any) -> "LoraArray":
         """Return a value of the same scaling with other parts."""
@@ -99,39 +107,54 @@ first = {"precedence": 1}
 @mx.register(lax.dot_general_p, **first)
 def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
     """``(w + s b a) y = w y + s b (a y)``."""
-    full = lax.dot_general(x.weight, y, dimension_numbers, **params)
     (lc, rc), (lb, rb) = dimension_numbers
     k = len(x.shape) - 2
-    if tuple(lb) != tuple(range(k)) or len(lc) != 1:
+    along_a_matrix = tuple(lb) == tuple(range(k)) and len(lc) == 1
+    if not along_a_matrix and params.get("out_sharding") is not None:
+        return NotImplemented
+    full = lax.dot_general(x.weight, y, dimension_numbers, **params)
+    if not along_a_matrix:
         return full + x.scaling * _contract(x, y, dimension_numbers, params)
     lead = tuple(range(k))
-    inner, outer = (x.a, x.b) if lc[0] == k + 1 else (x.b, x.a)
-    low = lax.dot_general(inner, y, dimension_numbers, **params)
-    rank_axis = k + 1 if outer is x.b else k
+    a, b = x.factors
+    inner, outer, rank_axis = (a, b, k + 1) if lc[0] == k + 1 else (b, a, k)
+    low = lax.dot_general(inner, y, dimension_numbers, **_unsharded_along(k, params))
     return full + x.scaling * lax.dot_general(outer, low, (((rank_axis,), (k,)), (lead, lead)), **params)
 
 
 @mx.register(lax.dot_general_p, **first)
 def dot_general_any_lora(x: Any, y: LoraArray, *, dimension_numbers, **params):
     """``x (w + s b a) = x w + s (x b) a``."""
-    full = lax.dot_general(x, y.weight, dimension_numbers, **params)
     (lc, rc), (lb, rb) = dimension_numbers
     k = len(y.shape) - 2
-    if tuple(rb) != tuple(range(k)) or len(rc) != 1:
-        flipped = ((rc, lc), (rb, lb))
-        update = _contract(y, x, flipped, params)
+    along_a_matrix = tuple(rb) == tuple(range(k)) and len(rc) == 1
+    if not along_a_matrix and params.get("out_sharding") is not None:
+        return NotImplemented
+    full = lax.dot_general(x, y.weight, dimension_numbers, **params)
+    if not along_a_matrix:
+        update = _contract(y, x, ((rc, lc), (rb, lb)), params)
         return full + y.scaling * _free_axes_swapped(update, len(lb), len(y.shape) - len(rb) - len(rc))
     lead = tuple(range(k))
-    inner, outer = (y.b, y.a) if rc[0] == k else (y.a, y.b)
-    low = lax.dot_general(x, inner, dimension_numbers, **params)
-    rank_axis = k if outer is y.a else k + 1
-    return full + y.scaling * lax.dot_general(low, outer, (((low.ndim - 1,), (rank_axis,)), (lead, lead)), **params)
+    a, b = y.factors
+    inner, outer, rank_axis = (b, a, k) if rc[0] == k else (a, b, k + 1)
+    rank_last = full.ndim - 1
+    low = lax.dot_general(x, inner, dimension_numbers, **_unsharded_along(rank_last, params))
+    return full + y.scaling * lax.dot_general(low, outer, (((rank_last,), (rank_axis,)), (lead, lead)), **params)
 
 
 @mx.register(lax.dot_general_p, **first)
 def dot_general_lora_lora(x: LoraArray, y: LoraArray, *, dimension_numbers, **params):
     """The first weight's parts meet the second weight whole, which has its own rule."""
     return dot_general_lora_any(x, y, dimension_numbers=dimension_numbers, **params)
+
+
+def _unsharded_along(axis: int, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a product whose result has the rank at ``axis``, which is too short to be sharded."""
+    sharding = params.get("out_sharding")
+    if sharding is None:
+        return params
+    spec = (None if i == axis else names for i, names in enumerate(sharding.spec))
+    return {**params, "out_sharding": NamedSharding(sharding.mesh, PartitionSpec(*spec))}
 
 
 def _contract(x: LoraArray, y: Any, dimension_numbers: Any, params: dict[str, Any]) -> Array:
@@ -144,7 +167,8 @@ def _contract(x: LoraArray, y: Any, dimension_numbers: Any, params: dict[str, An
     free = [i for i in range(len(x.shape)) if i not in (*lb, *lc)]
     out = [*lb, *free, *(i for i in ys if i > rank)]
     options = {name: params[name] for name in ("precision", "preferred_element_type") if name in params}
-    return jnp.einsum(x.b, [*lead, m, rank], x.a, [*lead, rank, n], y, ys, out, **options)
+    a, b = x.factors
+    return jnp.einsum(b, [*lead, m, rank], a, [*lead, rank, n], y, ys, out, **options)
 
 
 def _free_axes_swapped(x: Array, num_batch: int, num_first: int) -> Array:
@@ -164,21 +188,27 @@ def transpose_lora(x: LoraArray, *, permutation):
 
 
 @mx.register(lax.gather_p)
-def gather_rows_lora(x: LoraArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, **params):
+def gather_rows_lora(x: LoraArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, fill_value, **params):
     """Rows of the weight plus rows of ``b`` times ``a``: an embedding lookup."""
     rows = len(x.shape) == 2 and tuple(slice_sizes) == (1, x.shape[1]) and dimension_numbers.start_index_map == (0,)
     last = jnp.ndim(indices) - 1
     if not rows or dimension_numbers.collapsed_slice_dims != (0,) or dimension_numbers.offset_dims != (last,):
         return NotImplemented
-    w = lax.gather(x.weight, indices, dimension_numbers, slice_sizes, **params)
-    b = lax.gather(x.b, indices, dimension_numbers, (1, x.rank), **params)
-    return w + x.scaling * (b @ x.a)
+    a, b = x.factors
+    w = lax.gather(x.weight, indices, dimension_numbers, slice_sizes, fill_value=fill_value, **params)
+    b = lax.gather(b, indices, dimension_numbers, (1, x.rank), fill_value=0, **params)  # no update out of range
+    return w + x.scaling * (b @ a)
+
+
+def _scales(x: LoraArray, y: ArrayLike) -> bool:
+    """Whether ``y`` is a scalar, and none that a derivative could reach only through a frozen weight."""
+    return jnp.ndim(y) == 0 and not (x.frozen and isinstance(y, jax.core.Tracer))
 
 
 @mx.register(lax.mul_p)
 def mul_lora_scalar(x: LoraArray, y: ArrayLike):
     """A scalar scales the weight and the update."""
-    return x.like(x.w * y, x.a, x.b * y) if jnp.ndim(y) == 0 else NotImplemented
+    return x.like(x.w * y, x.a, x.b * y) if _scales(x, y) else NotImplemented
 
 
 @mx.register(lax.mul_p)
@@ -190,10 +220,18 @@ def mul_scalar_lora(x: ArrayLike, y: LoraArray):
 @mx.register(lax.div_p)
 def div_lora_scalar(x: LoraArray, y: ArrayLike):
     """A scalar scales the weight and the update."""
-    return x.like(x.w / y, x.a, x.b / y) if jnp.ndim(y) == 0 else NotImplemented
+    return x.like(x.w / y, x.a, x.b / y) if _scales(x, y) else NotImplemented
 
 
 @mx.register(lax.neg_p)
 def neg_lora(x: LoraArray):
     """The negative of both parts."""
     return x.like(-x.w, x.a, -x.b)
+
+
+@mx.register(lax.convert_element_type_p)
+def convert_lora(x: LoraArray, *, new_dtype, weak_type, sharding):
+    """All parts are converted."""
+    if not jnp.issubdtype(new_dtype, jnp.floating) or weak_type or sharding is not None:
+        return NotImplemented
+    return x.like(x.w.astype(new_dtype), x.a.astype(new_dtype), x.b.astype(new_dtype))

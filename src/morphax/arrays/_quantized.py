@@ -49,14 +49,19 @@ class QuantizedArray(mx.ArrayValue):
         Raises:
             TypeError: If ``x`` is not floating.
 
-        Cost: one pass over ``x``. The error of an element is at most half its scale.
+        Cost: one pass over ``x``. ``qvalue * scale`` differs from ``x`` by at most half the scale, before it is rounded to
+        the dtype. A slice that holds what is not finite becomes NaN.
         """
         x = jnp.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"`quantize` takes a floating array, got dtype {x.dtype}.")
-        largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-        scale = jnp.where(largest > 0, largest / 127, 1).astype(x.dtype)
-        return cls(jnp.round(x / scale).astype(jnp.int8), scale)
+        dtype = x.dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"`quantize` takes a floating array, got dtype {dtype}.")
+        x = x.astype(_accumulator(dtype))  # bfloat16 does not count to 127 in halves
+        largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True, initial=0)
+        scale = jnp.maximum(largest / 127, jnp.finfo(x.dtype).tiny).astype(dtype)
+        too_small = 127.5 * scale.astype(x.dtype) < largest  # rounded down among the last of float16, 2 ** -24 apart
+        scale = jnp.where(largest == 0, 1, scale + jnp.where(too_small, 2.0**-24, 0.0)).astype(dtype)
+        return cls(jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8), scale)
 
     def aval(self) -> Any:
         """The shape of the integers, the dtype of the scale."""
@@ -70,6 +75,16 @@ class QuantizedArray(mx.ArrayValue):
         return self.scale.shape[axis] == 1
 
 
+def _accumulator(dtype: Any) -> Any:
+    """The dtype that products of integers are summed in: float16 ends at 65504."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _unit(dtype: Any) -> int:
+    """How many scales multiply an operand at a time: float16 has few digits below 6e-5, where single ones may lie."""
+    return 64 if dtype == jnp.float16 else 1
+
+
 @mx.register(lax.dot_general_p)
 def dot_general_quantized_array(
     x: QuantizedArray, y: ArrayLike, *, dimension_numbers, preferred_element_type, **params
@@ -77,19 +92,23 @@ def dot_general_quantized_array(
     """``(q s) y = s (q y)`` where the scale does not vary along what is summed, ``q (s y)`` where it varies only there."""
     (lc, rc), (lb, rb) = dimension_numbers
     free = [i for i in range(x.ndim) if i not in lc and i not in lb]
-    out_type = preferred_element_type or jnp.result_type(x.dtype, y.dtype)
+    common = jnp.promote_types(x.dtype, y.dtype)
+    out_type = preferred_element_type or common
+    params["preferred_element_type"] = _accumulator(out_type)
     q = x.qvalue.astype(x.dtype)
     if all(map(x.is_shared, lc)):
-        out = lax.dot_general(q, y, dimension_numbers, preferred_element_type=out_type, **params)
+        out = lax.dot_general(q, y, dimension_numbers, **params)
         scale = lax.transpose(x.scale, (*lb, *free, *lc))
         after = out.ndim - len(lb) - len(free)
-        return out * scale.reshape(*scale.shape[: len(lb) + len(free)], *[1] * after).astype(out.dtype)
+        scale = scale.reshape(*scale.shape[: len(lb) + len(free)], *[1] * after)
+        return (out * scale.astype(out.dtype)).astype(out_type)
     if all(map(x.is_shared, free)):
         of_y = dict(zip((*rb, *rc), (*lb, *lc), strict=True))
         order = [of_y.get(j) for j in range(y.ndim)]
         scale = lax.transpose(x.scale, (*(i for i in order if i is not None), *free))
-        y = y * scale.reshape([1 if i is None else x.scale.shape[i] for i in order]).astype(y.dtype)
-        return lax.dot_general(q, y, dimension_numbers, preferred_element_type=out_type, **params)
+        unit = _unit(common)
+        scale = unit * scale.reshape([1 if i is None else x.scale.shape[i] for i in order]).astype(common)
+        return (lax.dot_general(q, y.astype(common) * scale, dimension_numbers, **params) / unit).astype(out_type)
     return NotImplemented
 
 
@@ -100,19 +119,23 @@ def dot_general_array_quantized(
     """As with the operands exchanged; the free axes of ``x`` come first."""
     (lc, rc), (lb, rb) = dimension_numbers
     free = [j for j in range(y.ndim) if j not in rc and j not in rb]
-    out_type = preferred_element_type or jnp.result_type(x.dtype, y.dtype)
+    common = jnp.promote_types(x.dtype, y.dtype)
+    out_type = preferred_element_type or common
+    params["preferred_element_type"] = _accumulator(out_type)
     q = y.qvalue.astype(y.dtype)
     if all(map(y.is_shared, rc)):
-        out = lax.dot_general(x, q, dimension_numbers, preferred_element_type=out_type, **params)
+        out = lax.dot_general(x, q, dimension_numbers, **params)
         scale = lax.transpose(y.scale, (*rb, *free, *rc))
         batch, own = scale.shape[: len(rb)], scale.shape[len(rb) : len(rb) + len(free)]
-        return out * scale.reshape(*batch, *[1] * (out.ndim - len(batch) - len(own)), *own).astype(out.dtype)
+        scale = scale.reshape(*batch, *[1] * (out.ndim - len(batch) - len(own)), *own)
+        return (out * scale.astype(out.dtype)).astype(out_type)
     if all(map(y.is_shared, free)):
         of_x = dict(zip((*lb, *lc), (*rb, *rc), strict=True))
         order = [of_x.get(i) for i in range(x.ndim)]
         scale = lax.transpose(y.scale, (*(j for j in order if j is not None), *free))
-        x = x * scale.reshape([1 if j is None else y.scale.shape[j] for j in order]).astype(x.dtype)
-        return lax.dot_general(x, q, dimension_numbers, preferred_element_type=out_type, **params)
+        unit = _unit(common)
+        scale = unit * scale.reshape([1 if j is None else y.scale.shape[j] for j in order]).astype(common)
+        return (lax.dot_general(x.astype(common) * scale, q, dimension_numbers, **params) / unit).astype(out_type)
     return NotImplemented
 
 
@@ -123,15 +146,18 @@ def transpose_quantized(x: QuantizedArray, *, permutation):
 
 
 @mx.register(lax.gather_p)
-def gather_slices_quantized(x: QuantizedArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, **params):
+def gather_slices_quantized(
+    x: QuantizedArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, fill_value, **params
+):
     """The dense slices: an embedding lookup. Along a shared axis the scale has one element."""
-    varies = [not x.is_shared(i) for i in range(x.ndim)]
     indexed = (*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims)
-    if not all(varies[i] for i in indexed):
-        return NotImplemented
-    sizes = tuple(n if v else 1 for n, v in zip(slice_sizes, varies, strict=True))
-    q = lax.gather(x.qvalue, indices, dimension_numbers, slice_sizes, **params)
-    return q.astype(x.dtype) * lax.gather(x.scale, indices, dimension_numbers, sizes, **params)
+    whole = [i for i in range(x.ndim) if i not in indexed]
+    if not all(map(x.is_shared, whole)) and any(map(x.is_shared, indexed)):
+        return NotImplemented  # a scale for each row would be as large as the array
+    scale = jnp.broadcast_to(x.scale, [n if i in indexed else x.scale.shape[i] for i, n in enumerate(x.shape)])
+    sizes = tuple(1 if i in whole and x.is_shared(i) else n for i, n in enumerate(slice_sizes))
+    q = lax.gather(x.qvalue, indices, dimension_numbers, slice_sizes, fill_value=1, **params)
+    return q.astype(x.dtype) * lax.gather(scale, indices, dimension_numbers, sizes, fill_value=fill_value, **params)
 
 
 @mx.register(lax.mul_p)
@@ -159,8 +185,8 @@ def neg_quantized(x: QuantizedArray):
 
 
 @mx.register(lax.convert_element_type_p)
-def convert_quantized(x: QuantizedArray, *, new_dtype, **params):
+def convert_quantized(x: QuantizedArray, *, new_dtype, weak_type, sharding):
     """A floating type is that of the scale."""
-    if not jnp.issubdtype(new_dtype, jnp.floating):
+    if not jnp.issubdtype(new_dtype, jnp.floating) or weak_type or sharding is not None:
         return NotImplemented
     return QuantizedArray(x.qvalue, x.scale.astype(new_dtype))

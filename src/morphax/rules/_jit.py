@@ -15,14 +15,19 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     avals = [_jax.typeof(x) for x in leaves]
     jaxpr = params["jaxpr"]
     body = body_over_leaves(jaxpr, slots, avals)
+    program, consts = body.jaxpr, []
+    if any(isinstance(c, _jax.Tracer) for c in program.consts):  # a jit's own constants must be known
+        program, consts = _jax.open_jaxpr(program)
+        program = _jax.close_jaxpr(program)
     new = _jax.jit_params(
         params,
-        body.jaxpr,
+        program,
+        len(consts),
         slots.shaped_alike(jaxpr.in_avals, avals),
         body.results.shaped_alike(jaxpr.out_avals, body.jaxpr.out_avals),
     )
-    call = _callable(body, new) if trace.parent_trace is _jax.eval_trace else None
-    return body.results.build(primitive.bind(*leaves, **new) if call is None else call(*leaves))
+    call = _callable(body, new) if trace.parent_trace is _jax.eval_trace and not consts else None
+    return body.results.build(primitive.bind(*consts, *leaves, **new) if call is None else call(*leaves))
 
 
 def _callable(body: Body, params: dict[str, Any]) -> Callable | None:
