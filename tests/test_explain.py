@@ -26,7 +26,13 @@ def test_it_looks_inside_constructs():
     """Also into programs that are kept from earlier calls, and into inner wraps."""
     f = jax.jit(lambda v: jnp.sin(v) * 2.0)
     mx.wrap(f)(Box(X))
-    for function in (f, jax.checkpoint(f), lambda v: mx.wrap(f)(v), lambda v: jax.vmap(f)(v), lambda v: jax.jvp(f, (v,), (v,))):
+    for function in (
+        f,
+        jax.checkpoint(f),
+        lambda v: mx.wrap(f)(v),
+        lambda v: jax.vmap(f)(v),
+        lambda v: jax.jvp(f, (v,), (v,)),
+    ):
         found = mx.explain(mx.wrap(function))(Box(X))
         assert any(r.operation == "sin" for r in found.rows), function
         assert not [r for r in found.materialized if r.operation == "sin"]

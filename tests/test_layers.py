@@ -83,7 +83,11 @@ def test_the_top_level_holds_what_it_should():
     if not (root / "pyproject.toml").exists():  # installed elsewhere
         root = pathlib.Path(__file__).parent.parent
     allowed = {"pyproject.toml", "src", "tests", "examples", "docs", "CHANGELOG.md", "README.md", "LICENSE"}
-    found = {p.name for p in root.iterdir() if not p.name.startswith(".") and p.name not in ("build", "dist", "quickstart.png")}
+    found = {
+        p.name
+        for p in root.iterdir()
+        if not p.name.startswith(".") and p.name not in ("build", "dist", "quickstart.png")
+    }
     assert found <= allowed
 
 

@@ -24,18 +24,55 @@ MEANINGFUL = {
 
 
 def _programs():
-    yield from (lambda f=f: jax.make_jaxpr(f)(X) for f in (
-        jnp.sin, jnp.exp, jnp.tanh, lax.rsqrt, lax.square, lax.logistic, lax.erf, lambda x: x**2, lambda x: lax.reduce_precision(x, 5, 5),
-        jnp.round, lambda x: x.astype(jnp.float16), lambda x: jnp.sum(x, 0), lambda x: jnp.max(x, 1), jnp.argmax, lambda x: jnp.cumsum(x, 0),
-        lambda x: lax.cumlogsumexp(x, 0), lambda x: x.T, lambda x: x.reshape(3, 2), lambda x: x[::-1], lambda x: x[0], lambda x: x[I],
-        lambda x: jnp.broadcast_to(x, (4, 2, 3)), lambda x: jnp.concatenate([x, x]), lambda x: jnp.pad(x, 1), lambda x: jnp.split(x, 3, 1),
-        lambda x: jnp.stack([x, x]), lambda x: jnp.tile(x, 2), lambda x: lax.dynamic_slice(x, (0, 0), (1, 1)), lambda x: x.at[0].set(1.0),
-        lambda x: x.at[I].add(1.0), lambda x: x @ x.T, lambda x: jnp.sort(x), lambda x: lax.top_k(x, 2), lambda x: jnp.linalg.cholesky(x @ x.T),
-        lambda x: jnp.linalg.eigh(x @ x.T), lambda x: jnp.linalg.svd(x), lambda x: jnp.linalg.qr(x), lambda x: jnp.fft.fft(x),
-        lambda x: lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME"), lambda x: lax.clamp(0.1, x, 0.2),
-        lambda x: jnp.where(x > 0, x, 0), lambda x: jax.scipy.linalg.solve_triangular(x @ x.T, x), lambda x: lax.iota(jnp.int32, 3),
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
-    ))
+    yield from (
+        lambda f=f: jax.make_jaxpr(f)(X)
+        for f in (
+            jnp.sin,
+            jnp.exp,
+            jnp.tanh,
+            lax.rsqrt,
+            lax.square,
+            lax.logistic,
+            lax.erf,
+            lambda x: x**2,
+            lambda x: lax.reduce_precision(x, 5, 5),
+            jnp.round,
+            lambda x: x.astype(jnp.float16),
+            lambda x: jnp.sum(x, 0),
+            lambda x: jnp.max(x, 1),
+            jnp.argmax,
+            lambda x: jnp.cumsum(x, 0),
+            lambda x: lax.cumlogsumexp(x, 0),
+            lambda x: x.T,
+            lambda x: x.reshape(3, 2),
+            lambda x: x[::-1],
+            lambda x: x[0],
+            lambda x: x[I],
+            lambda x: jnp.broadcast_to(x, (4, 2, 3)),
+            lambda x: jnp.concatenate([x, x]),
+            lambda x: jnp.pad(x, 1),
+            lambda x: jnp.split(x, 3, 1),
+            lambda x: jnp.stack([x, x]),
+            lambda x: jnp.tile(x, 2),
+            lambda x: lax.dynamic_slice(x, (0, 0), (1, 1)),
+            lambda x: x.at[0].set(1.0),
+            lambda x: x.at[I].add(1.0),
+            lambda x: x @ x.T,
+            lambda x: jnp.sort(x),
+            lambda x: lax.top_k(x, 2),
+            lambda x: jnp.linalg.cholesky(x @ x.T),
+            lambda x: jnp.linalg.eigh(x @ x.T),
+            lambda x: jnp.linalg.svd(x),
+            lambda x: jnp.linalg.qr(x),
+            lambda x: jnp.fft.fft(x),
+            lambda x: lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME"),
+            lambda x: lax.clamp(0.1, x, 0.2),
+            lambda x: jnp.where(x > 0, x, 0),
+            lambda x: jax.scipy.linalg.solve_triangular(x @ x.T, x),
+            lambda x: lax.iota(jnp.int32, 3),
+            lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
+        )
+    )
 
 
 def test_every_parameter_is_known():
@@ -43,7 +80,9 @@ def test_every_parameter_is_known():
     unknown = set()
     for program in _programs():
         for eqn in _equations(program().jaxpr):
-            unknown |= {(eqn.primitive.name, p) for p in eqn.params if p not in MEANINGFUL and p not in primitives.NEUTRAL}
+            unknown |= {
+                (eqn.primitive.name, p) for p in eqn.params if p not in MEANINGFUL and p not in primitives.NEUTRAL
+            }
     assert not unknown
 
 

@@ -56,7 +56,9 @@ def test_the_most_specific_rule_wins():
 
 def test_string_annotations_may_name_local_classes():
     """The module has `from __future__ import annotations`, so all of these tests say so; an unknown name is told."""
-    with pytest.raises(errors.RegistrationError, match="the annotation 'Unknown' of 'x' in the rule .* cannot be evaluated"):
+    with pytest.raises(
+        errors.RegistrationError, match="the annotation 'Unknown' of 'x' in the rule .* cannot be evaluated"
+    ):
 
         @mx.register(lax.cos_p)
         def rule(x: Unknown):  # noqa: F821
@@ -203,7 +205,9 @@ def test_ambiguity_names_both_rules_and_the_way_out():
     assert text.startswith("`sub` of (A, B) fits several rules, and none is more specific: `")
     assert "rule_a` (" in text
     assert "rule_b` (" in text
-    assert text.endswith("Register a rule for (A, B), or give the one that should win `@register(sub_p, precedence=1)`.")
+    assert text.endswith(
+        "Register a rule for (A, B), or give the one that should win `@register(sub_p, precedence=1)`."
+    )
 
     mx.register(lax.sub_p, override=True, precedence=1)(rule_b)
     assert type(mx.wrap(lax.sub)(A(X), B(X))) is B
@@ -349,7 +353,10 @@ def test_results_are_checked():
         return x
 
     for f, told in (
-        (jnp.cos, r"my_cos_rule` \(.*test_registry.py:\d+\) for `cos` returned None, which is no array. Is the `return`"),
+        (
+            jnp.cos,
+            r"my_cos_rule` \(.*test_registry.py:\d+\) for `cos` returned None, which is no array. Is the `return`",
+        ),
         (jnp.tan, r"my_tan_rule` \(.*\) for `tan` returned a `str`, which is no array. Return an array or a value."),
         (lax.sort, r"`sort` has several results, and the rule .*my_sort_rule.* returned a `V`. Return a list of them."),
     ):
@@ -365,7 +372,9 @@ def test_a_rule_that_comes_back_to_itself_is_an_error():
     def cos_v(x: V, **params):
         return lax.cos(x)
 
-    with pytest.raises(errors.RecursiveRuleError, match=r"cos_v` \(.*\) for `cos` came back to itself .*morphax.material"):
+    with pytest.raises(
+        errors.RecursiveRuleError, match=r"cos_v` \(.*\) for `cos` came back to itself .*morphax.material"
+    ):
         mx.wrap(jnp.cos)(V(X))
 
 
@@ -399,7 +408,9 @@ def test_function_rules():
         np.testing.assert_array_equal(wrapped(V(A), jnp.ones(3)), jnp.full(3, 42.0))
     assert type(mx.wrap(jnp.linalg.cholesky)(V(A))) is V
     # An option leaves no mark but in the program, which is then another.
-    np.testing.assert_allclose(mx.wrap(lambda a: jnp.linalg.cholesky(a, upper=True))(V(A)), jnp.linalg.cholesky(A, upper=True))
+    np.testing.assert_allclose(
+        mx.wrap(lambda a: jnp.linalg.cholesky(a, upper=True))(V(A)), jnp.linalg.cholesky(A, upper=True)
+    )
     np.testing.assert_allclose(jnp.linalg.solve(A, jnp.ones(3)), jnp.ones(3) / 2)
 
 

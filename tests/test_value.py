@@ -276,7 +276,16 @@ def test_super_reaches_the_authors_method():
 def test_operators_dispatch_outside_wrap_and_give_values_back():
     """Either order, with arrays of JAX and of NumPy and with numbers."""
     v = Box(X)
-    for out in (v * v, v * X, X * v, 2.0 * v, np.ones((3, 2), np.float32) * v, v + v, -v, jax.jit(lambda v: v * 2.0)(v)):
+    for out in (
+        v * v,
+        v * X,
+        X * v,
+        2.0 * v,
+        np.ones((3, 2), np.float32) * v,
+        v + v,
+        -v,
+        jax.jit(lambda v: v * 2.0)(v),
+    ):
         assert type(out) is Box
 
 

@@ -26,7 +26,9 @@ _trace_ctx = _jax.trace_ctx
 # Layers above add to these when they are imported. A treatment is ``f(trace, primitive, operands, params)`` with raw
 # operands; it runs under the parent and returns what the primitive returns, values in place of arrays where it likes, or
 # `NotImplemented`.
-CONSTRUCTS: dict[Any, Callable] = {}  # higher-order primitives: their bodies meet rules, so no type's `default` is asked
+CONSTRUCTS: dict[
+    Any, Callable
+] = {}  # higher-order primitives: their bodies meet rules, so no type's `default` is asked
 FALLBACKS: dict[Any, Callable] = {}  # primitives that can be done without a rule and without making a value dense
 
 # Whoever wants to be told of each dispatch made meanwhile: has `ruled` and `densified`.

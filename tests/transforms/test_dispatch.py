@@ -131,7 +131,9 @@ def test_checkpoint_keeps_its_parameters():
 def test_custom_derivative_calls_stay():
     """The primitive is bound again, so that whoever differentiates outside uses the user's rule."""
     assert "custom_jvp_call" in _eqns(mx.wrap(jax.nn.relu), Exp(X))
-    assert "custom_jvp_call" in _eqns(mx.wrap(lambda v: jax.nn.relu(v)), Ints(jnp.ones((3, 2), jnp.int8), jnp.float32(2)))
+    assert "custom_jvp_call" in _eqns(
+        mx.wrap(lambda v: jax.nn.relu(v)), Ints(jnp.ones((3, 2), jnp.int8), jnp.float32(2))
+    )
 
 
 def test_name_scopes_reach_the_equations_of_rules():

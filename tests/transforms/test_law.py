@@ -128,7 +128,17 @@ def test_inside(function, value):
     check(mx.wrap(function)(value, Y), function(mx.materialize(value), Y))
 
 
-IN_JIT = ("eager", "jit", "jit returning the value", "checkpoint", "custom_jvp", "custom_vjp", "relu", "vmap", "grad inside")
+IN_JIT = (
+    "eager",
+    "jit",
+    "jit returning the value",
+    "checkpoint",
+    "custom_jvp",
+    "custom_vjp",
+    "relu",
+    "vmap",
+    "grad inside",
+)
 PYTREES = {k: v for k, v in MATERIALIZABLE.items() if k != "no pytree"}
 
 
@@ -183,7 +193,9 @@ def test_hessian_outside(name, value):
     check_trees(got, jax.hessian(lambda y: loss(mx.materialize(value), y))(Y))
 
 
-STACKING = {k: v for k, v in PYTREES.items() if k in ("one leaf", "nonlinear", "product", "several leaves", "NamedTuple")}
+STACKING = {
+    k: v for k, v in PYTREES.items() if k in ("one leaf", "nonlinear", "product", "several leaves", "NamedTuple")
+}
 
 
 @pytest.mark.parametrize("value", STACKING.values(), ids=STACKING)

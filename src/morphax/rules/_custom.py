@@ -25,11 +25,13 @@ class _Results:
     """How the results of a call lie. Its function and its rule run at different times, and must agree."""
 
     def __init__(self) -> None:
-        self.slots: Slots | None = None
+        self.slots = Slots(())
+        self._known = False
 
     def flatten(self, trace: DispatchTrace, outs: Sequence[Any]) -> list[Any]:
         """Return the leaves of the results, as the first run laid them."""
-        if self.slots is None:
+        if not self._known:
+            self._known = True
             leaves, self.slots = flatten_all(trace, [x if _is_one_leaf(x) else _dense(trace, x) for x in outs])
             return leaves
         return [leaf for x, s in zip(outs, self.slots.structures, strict=True) for leaf in self._conform(trace, x, s)]
@@ -51,11 +53,8 @@ class _Results:
 
     def tangents(self, trace: DispatchTrace, outs: Sequence[Any]) -> list[Any]:
         """Return the tangents of the leaves: for a value of one leaf, that of the array."""
-        assert self.slots is not None  # the primal results came first
         return [
-            flatten(t)[0][0]
-            if s is not None and is_value(t) and flatten(t)[1].treedef.num_leaves == 1
-            else _dense(trace, t)
+            flatten(t)[0][0] if s is not None and _is_one_leaf(t) else _dense(trace, t)
             for t, s in zip(outs, self.slots.structures, strict=True)
         ]
 
