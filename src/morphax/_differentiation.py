@@ -46,7 +46,7 @@ def meaning(structure: Structure, avals: Sequence[Any]) -> Meaning:
 
 @functools.lru_cache(maxsize=4096)
 def _meaning(structure: Structure, avals: tuple[Any, ...], context: Any) -> Meaning:
-    declared = getattr(_type_of(structure), "linear", None) is True
+    declared = getattr(structure.type, "linear", None) is True
     try:
         dense = dense_jaxpr(structure, avals, context)
     except MaterializationError:
@@ -54,10 +54,6 @@ def _meaning(structure: Structure, avals: tuple[Any, ...], context: Any) -> Mean
     jaxpr, _ = _jax.open_jaxpr(dense)
     identity = len(avals) == 1 and jaxpr.outvars[0] is jaxpr.invars[-1]
     return Meaning(False, declared or identity or _is_linear(structure, avals), identity)
-
-
-def _type_of(structure: Structure) -> type:
-    return structure.treedef.node_data()[0]
 
 
 def _is_linear(structure: Structure, avals: tuple[Any, ...]) -> bool:
@@ -135,7 +131,7 @@ def leaf_cotangents(structure: Structure, leaves: Sequence[Any], avals: Sequence
     facts = meaning(structure, avals)
     if facts.identity and is_value(ct) and flatten(ct)[1] == structure:
         return flatten(ct)[0]
-    own = getattr(_type_of(structure), "cotangent", None)
+    own = getattr(structure.type, "cotangent", None)
     if facts.linear and own is not None:
         like = structure.build(
             [jax.ShapeDtypeStruct(a.shape, a.dtype) if m else x for x, a, m in zip(leaves, avals, moves, strict=True)]
@@ -144,7 +140,7 @@ def leaf_cotangents(structure: Structure, leaves: Sequence[Any], avals: Sequence
     if facts.refuses:
         if sum(moves) != 1:
             raise MaterializationError(
-                f"the cotangent of a `{_type_of(structure).__name__}` has to reach its {sum(moves)} floating leaves, and its "
+                f"the cotangent of a `{structure.type.__name__}` has to reach its {sum(moves)} floating leaves, and its "
                 "`__jax_array__` refuses. Define `cotangent(self, ct)` on the type, returning a value of cotangents."
             )
         return [ct if m else None for m in moves]
@@ -175,23 +171,36 @@ def _transpose(ct, *leaves, structure):
     return [c if _jax.is_undefined_primal(x) else None for x, c in zip(leaves, cotangents, strict=True)]
 
 
-@functools.lru_cache(maxsize=4096)
-def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: Any) -> bool:
+def stacks(structure: Structure, avals: tuple[Any, ...], size: int) -> bool:
     """Whether the value of stacked leaves stands for the stacked arrays.
 
     That the shape follows does not show it (``a + a.T``, ``a / norm(a)``): the program over stacked leaves must be the
     batched program.
+
+    Args:
+        structure: The structure of the value.
+        avals: The types of the leaves of one slice.
+        size: The length of the new leading axis.
     """
-    stacked = tuple(a.update(shape=(size, *a.shape), sharding=None) for a in avals)
+    return _stacks(structure, avals, size, _jax.trace_context())
+
+
+@functools.lru_cache(maxsize=4096)
+def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: Any) -> bool:
+    stacked = tuple(_jax.stacked_aval(size, a) for a in avals)
     try:
+        shape = aval_of_structure(structure, stacked, context).shape
+        if shape != (size, *aval_of_structure(structure, avals, context).shape) or not stacked:
+            return False
+        if meaning(structure, avals).refuses:
+            return meaning(structure, avals).identity
         whole = dense_jaxpr(structure, stacked, context)
         batched = _jax.trace_jaxpr(
             lambda *leaves: [jax.vmap(functools.partial(dense_of_leaves, structure=structure))(*leaves)], stacked
         )
-        aval = aval_of_structure(structure, stacked, context)
-    except Exception:  # the author's code meets shapes it was not written for; then it does not stack
+    except Exception:  # the author's code meets shapes that it was not written for; then it does not stack
         return False
-    return str(whole) == str(batched) and aval.shape == whole.out_avals[0].shape
+    return str(whole) == str(batched)
 
 
 def _batch(leaves, axes, *, structure):
@@ -202,7 +211,7 @@ def _batch(leaves, axes, *, structure):
         else _jax.typeof(x).update(shape=(*x.shape[:axis], *x.shape[axis + 1 :]), sharding=None)
         for x, axis in zip(leaves, axes, strict=True)
     )
-    if not _stacks(structure, avals, size, _jax.trace_context()):
+    if not stacks(structure, avals, size):
         return jax.vmap(functools.partial(dense_of_leaves, structure=structure), in_axes=tuple(axes))(*leaves), 0
     stacked = [
         jax.numpy.broadcast_to(x, (size, *x.shape)) if axis is None else jax.numpy.moveaxis(x, axis, 0)

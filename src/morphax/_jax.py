@@ -18,14 +18,17 @@ import numpy as np
 from jax._src import (
     ad_util,
     api_util,
+    compute_on,
     config,
     core,
+    custom_batching,
     dtypes,
     literals,
     pjit,
     shard_map,
     source_info_util,
     util,
+    xla_metadata,
 )
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, mlir
@@ -33,6 +36,15 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
 from jax._src.numpy import array_methods
 from jax._src.sharding_impls import UNSPECIFIED
+
+try:
+    from jax._src import flattree  # since 0.12: how `scan` groups its operands
+except ImportError:
+    flattree = None
+try:
+    from jax._src.lax import eval_jaxpr as eval_jaxpr_module  # until 0.10; then a part of core
+except ImportError:
+    eval_jaxpr_module = None
 
 OLDEST = (0, 10, 2)
 NEWEST_TESTED = (0, 12, 0, 1)
@@ -111,7 +123,18 @@ copy_p = lax_internal.copy_p
 copy_to_host_p = getattr(lax_internal, "copy_to_host_p", None)
 optimization_barrier_p = lax_internal.optimization_barrier_p
 pvary_p = core.pvary_p
+xla_metadata_value_p = xla_metadata.xla_metadata_value_p
 remat_p = primitives.remat_p
+scan_p = primitives.scan_p
+while_p = primitives.while_p
+cond_p = primitives.cond_p
+linear_solve_p = primitives.linear_solve_p
+custom_vmap_p = custom_batching.custom_vmap_p
+composite_p = lax_internal.composite_p
+compute_on_p = compute_on.compute_on_p
+xla_metadata_call_p = getattr(xla_metadata, "xla_metadata_call_p", None)  # since 0.12
+eval_jaxpr_p = core.eval_jaxpr_p if MERGED_JAXPRS else eval_jaxpr_module.eval_jaxpr_p
+sharding_constraint_p = pjit.sharding_constraint_p
 device_put_p = primitives.device_put_p
 stack_p = getattr(lax_internal, "stack_p", None)
 custom_jvp_call_p = primitives.custom_jvp_call_p
@@ -160,6 +183,12 @@ _BINARY_OPERATORS = frozenset(
 def asked_by_operator(depth: int = 2) -> bool:
     """Whether the caller's caller is a binary operator of `jax.Array`."""
     return sys._getframe(depth).f_code in _BINARY_OPERATORS
+
+
+def asked_only_whether() -> bool:
+    """Whether `to_concrete_value`, which calls this, was called for a yes or no, and not for the value."""
+    caller = sys._getframe(2)
+    return caller.f_code is core.to_concrete_value.__code__ and caller.f_back.f_code is core.is_concrete.__code__
 
 
 def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> Any:
@@ -246,6 +275,13 @@ def user_line() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
+def names_dimensions(destination: Any) -> bool:
+    """Whether a device or sharding speaks of the dimensions of an array."""
+    if isinstance(destination, jax.sharding.NamedSharding):
+        return any(axis is not None for axis in destination.spec)
+    return isinstance(destination, jax.sharding.Sharding) and not destination.is_fully_replicated
+
+
 def jit_params(
     params: dict[str, Any],
     jaxpr: Any,
@@ -302,6 +338,36 @@ def jit_callable(params: dict[str, Any]) -> Callable | None:
     body.__name__ = body.__qualname__ = params["name"]
     donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
     return jax.jit(body, donate_argnums=donated, keep_unused=params["keep_unused"], inline=params["inline"])
+
+
+same_type = core.typematch  # shape, dtype and sharding; of weak types below
+
+
+def unstacked_aval(aval: Any) -> Any:
+    """The type of a slice along the leading axis."""
+    return core.mapped_aval(aval.shape[0], 0, aval)
+
+
+def stacked_aval(size: int, aval: Any) -> Any:
+    """The type of arrays stacked along a new leading axis."""
+    return core.unmapped_aval(size, 0, aval)
+
+
+def scan_sizes(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
+    """Return the numbers of constants and of carried operands of a `scan` bind."""
+    if "ft_in" in params:  # since 0.12
+        consts, carry, _ = params["ft_in"].update(range(num_operands)).unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_params(params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """Rewrite the parameters of a `scan` bind for a body with these numbers of inputs and outputs."""
+    if "ft_in" not in params:
+        return dict(params, jaxpr=jaxpr, num_consts=consts, num_carry=carry)
+    nones = flattree.nones
+    ft_in = flattree.pack((nones(consts), nones(carry), nones(xs)))
+    return dict(params, jaxpr=jaxpr, ft_in=ft_in, ft_out=flattree.pack((nones(carry), nones(ys))))
 
 
 def remat_params(params: dict[str, Any], jaxpr: Any, num_consts: int, counts: Sequence[int]) -> dict[str, Any]:

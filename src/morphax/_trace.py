@@ -65,6 +65,8 @@ class DispatchTracer(_jax.Tracer):
         leaves, _ = flatten(self.value)
         if any(isinstance(x, _jax.Tracer) and x.to_concrete_value() is None for x in leaves):
             return None
+        if _jax.asked_only_whether():
+            return True  # not for the array
         dense = self.dense()
         return dense.to_concrete_value() if isinstance(dense, _jax.Tracer) else dense
 
@@ -191,6 +193,14 @@ class DispatchTrace(_jax.Trace):
             guard = value
         arrays[key] = (guard, array)
         return array
+
+    def seed(self, value: Any, array: Any) -> None:
+        """Tell the array that a value stands for, which was computed elsewhere."""
+        self._arrays[id(value)] = (value, array)
+
+    def has_array(self, value: Any) -> bool:
+        """Whether the array that a value stands for was asked for here."""
+        return id(value) in self._arrays
 
     def call(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
         """Call a flat function on values and arrays, dispatching. The parent must be current."""

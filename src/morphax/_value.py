@@ -46,6 +46,11 @@ class Structure(NamedTuple):
         """The number of arrays."""
         return self.treedef.num_leaves - len(self.static)
 
+    @property
+    def type(self) -> type:
+        """The type of the value."""
+        return self.treedef.node_data()[0]
+
     def build(self, leaves: Sequence[Any]) -> Any:
         """Return the value with these arrays."""
         if self.static:

@@ -48,8 +48,8 @@ class AvalError(MorphaxError, TypeError):
     """`aval()` did not return the type of an array."""
 
 
-class EscapedTracerError(MorphaxError):
-    """A tracer was used after the wrapped call that made it had ended."""
+class StructureError(MorphaxError, TypeError):
+    """Parts of a construct that have to agree (a carry, the branches) hold values that cannot be made to."""
 
 
 class DifferentiationError(MorphaxError, TypeError):

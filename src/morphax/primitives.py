@@ -72,9 +72,17 @@ LINALG = _family(
 COLLECTIVES = _family("all_gather all_to_all pmax pmin ppermute psum ragged_all_to_all")
 """Communication along a named axis."""
 
-IDENTITIES = (
-    *(p for p in (_jax.copy_p, _jax.stop_gradient_p, _jax.optimization_barrier_p, _jax.pvary_p) if p is not None),
-    *_family("name stage"),
+IDENTITIES = tuple(
+    p
+    for p in (
+        _jax.copy_p,
+        _jax.stop_gradient_p,
+        _jax.optimization_barrier_p,
+        _jax.pvary_p,
+        _jax.xla_metadata_value_p,
+        *_family("name stage"),
+    )
+    if p is not None
 )
 """Primitives that leave the data as it is: they act on each leaf of a value."""
 

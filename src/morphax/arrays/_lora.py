@@ -26,7 +26,8 @@ class LoraArray(mx.ArrayValue):
         a: Shape ``(*batch, rank, n)``.
         b: Shape ``(*batch, m, rank)``; zero at the start.
         alpha: Scales the update, together with the rank.
-        frozen: Whether ``w`` is a constant to derivatives, so that only ``a`` and ``b`` are trained.
+        frozen: Whether ``w`` is a constant to derivatives, so that only ``a`` and ``b`` are trained. A scalar times a frozen
+            array is not frozen: its weight depends on the scalar.
     """
 
     w: Any
@@ -107,7 +108,7 @@ first = {"precedence": 1}
 @mx.register(lax.dot_general_p, **first)
 def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
     """``(w + s b a) y = w y + s b (a y)``."""
-    (lc, rc), (lb, rb) = dimension_numbers
+    (lc, _), (lb, _) = dimension_numbers
     k = len(x.shape) - 2
     along_a_matrix = tuple(lb) == tuple(range(k)) and len(lc) == 1
     if not along_a_matrix and params.get("out_sharding") is not None:
@@ -200,15 +201,10 @@ def gather_rows_lora(x: LoraArray, indices: ArrayLike, *, dimension_numbers, sli
     return w + x.scaling * (b @ a)
 
 
-def _scales(x: LoraArray, y: ArrayLike) -> bool:
-    """Whether ``y`` is a scalar, and none that a derivative could reach only through a frozen weight."""
-    return jnp.ndim(y) == 0 and not (x.frozen and isinstance(y, jax.core.Tracer))
-
-
 @mx.register(lax.mul_p)
 def mul_lora_scalar(x: LoraArray, y: ArrayLike):
-    """A scalar scales the weight and the update."""
-    return x.like(x.w * y, x.a, x.b * y) if _scales(x, y) else NotImplemented
+    """A scalar scales the weight and the update. Only the weight is frozen, and not what depends on the scalar."""
+    return LoraArray(x.weight * y, x.a, x.b * y, x.alpha, frozen=False) if jnp.ndim(y) == 0 else NotImplemented
 
 
 @mx.register(lax.mul_p)
@@ -220,7 +216,7 @@ def mul_scalar_lora(x: ArrayLike, y: LoraArray):
 @mx.register(lax.div_p)
 def div_lora_scalar(x: LoraArray, y: ArrayLike):
     """A scalar scales the weight and the update."""
-    return x.like(x.w / y, x.a, x.b / y) if _scales(x, y) else NotImplemented
+    return LoraArray(x.weight / y, x.a, x.b / y, x.alpha, frozen=False) if jnp.ndim(y) == 0 else NotImplemented
 
 
 @mx.register(lax.neg_p)

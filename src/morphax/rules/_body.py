@@ -5,14 +5,15 @@ value's leaves, with the dispatch applied inside, and kept: weakly by the jaxpr,
 types of the leaves and the version of the registry.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _jax
 from .._registry import registry
 from .._trace import OBSERVER, DispatchTrace, subtrace
 from .._value import Structure, flatten, is_value
+from ..errors import MaterializationError, StructureError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Slots:
         return [
             next(rest) if s is None else s.build([next(rest) for _ in range(s.num_leaves)]) for s in self.structures
         ]
+
+    def extended(self, n: int) -> "Slots":
+        """Return these slots followed by n arrays."""
+        return Slots((*self.structures, *[None] * n))
 
     def shaped_alike(self, arrays: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[int, bool]]:
         """Per slot the number of leaves, and whether each leaf has the shape of the slot's array.
@@ -68,39 +73,176 @@ def flatten_all(trace: DispatchTrace, operands: Sequence[Any]) -> tuple[list[Any
     return leaves, Slots(tuple(structures))
 
 
+class Plan(NamedTuple):
+    """What a sub-program over leaves depends on, besides the jaxpr, the types of the leaves and the rules.
+
+    Attributes:
+        slots: How the operands lie.
+        dense: The results that have to be arrays.
+        seeded: The operands whose dense arrays come in beside them, as leading inputs, so that the body need not compute them.
+        around: Called with the body's function and its operands; by default the function is applied to the operands.
+    """
+
+    slots: Slots
+    dense: frozenset[int] = frozenset()
+    seeded: tuple[int, ...] = ()
+    around: Callable[[Callable, list[Any]], list[Any]] | None = None
+
+
 @dataclass(frozen=True)
 class Body:
-    """A sub-program over leaves: a closed jaxpr, and how its results lie. Keeps no tracer and not its key."""
+    """A sub-program over leaves. It keeps neither a tracer nor the jaxpr that it was made from.
+
+    Attributes:
+        jaxpr: The closed jaxpr.
+        results: How its results lie.
+        materialized: The operands that it makes dense.
+        callables: `jax.jit` callables of the program, by their parameters.
+    """
 
     jaxpr: Any
     results: Slots
-    callables: dict[Any, Any] = field(default_factory=dict)  # `jax.jit` callables of the program, by their parameters
+    materialized: tuple[int, ...]
+    callables: dict[Any, Any] = field(default_factory=dict)
+
+    def hoisted(self) -> tuple[list[Any], Any]:
+        """Return the program's constants, and the program with them as leading inputs."""
+        if not self.jaxpr.consts:
+            return [], self.jaxpr
+        jaxpr, consts = _jax.open_jaxpr(self.jaxpr)
+        return consts, _jax.close_jaxpr(jaxpr)
 
 
-def body_over_leaves(jaxpr: Any, slots: Slots, avals: Sequence[Any]) -> Body:
+def body_over_leaves(jaxpr: Any, plan: Plan, avals: Sequence[Any]) -> Body:
     """Return a closed jaxpr as a program over leaves of these types, with the dispatch applied inside."""
     if OBSERVER.get() is not None:  # it is to be told of what a kept program no longer says
-        return _retrace(jaxpr, slots, tuple(avals))
-    body = _kept(jaxpr, slots, tuple(avals), registry.version)
+        return _retrace(jaxpr, plan, tuple(avals))
+    body = _kept(jaxpr, plan, tuple(avals), registry.version)
     # A rule that closed over tracers left them in the constants: such a program belongs to this call alone.
-    return _retrace(jaxpr, slots, tuple(avals)) if body is None else body
+    return _retrace(jaxpr, plan, tuple(avals)) if body is None else body
 
 
 @_jax.weakref_lru_cache
-def _kept(jaxpr: Any, slots: Slots, avals: tuple[Any, ...], version: int) -> Body | None:
+def _kept(jaxpr: Any, plan: Plan, avals: tuple[Any, ...], version: int) -> Body | None:
     del version
-    body = _retrace(jaxpr, slots, avals)
+    body = _retrace(jaxpr, plan, avals)
     return None if any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts) else body
 
 
-def _retrace(jaxpr: Any, slots: Slots, avals: tuple[Any, ...]) -> Body:
-    found: list[Slots] = []
+def _retrace(jaxpr: Any, plan: Plan, avals: tuple[Any, ...]) -> Body:
+    found: list[tuple[Slots, tuple[int, ...]]] = []
+    fun = _jax.eval_jaxpr(jaxpr)
+    if plan.around is not None:
+        fun = _around(plan.around, fun)
 
     def over_leaves(*leaves):
+        seeds, leaves = leaves[: len(plan.seeded)], leaves[len(plan.seeded) :]
+        operands = plan.slots.build(leaves)
         with subtrace() as trace:
-            outs, results = flatten_all(trace, trace.call(_jax.eval_jaxpr(jaxpr), slots.build(leaves)))
-        found.append(results)
-        return outs
+            for i, array in zip(plan.seeded, seeds, strict=True):
+                trace.seed(operands[i], array)
+            outs = trace.call(fun, operands)
+            outs = [trace.dense(x) if i in plan.dense and is_value(x) else x for i, x in enumerate(outs)]
+            flat, results = flatten_all(trace, outs)
+            found.append((results, tuple(i for i, x in enumerate(operands) if trace.has_array(x))))
+        return flat
 
     retraced = _jax.trace_jaxpr(over_leaves, avals, _jax.debug_info_of(jaxpr))
-    return Body(retraced, found[0])
+    return Body(retraced, *found[0])
+
+
+def _around(around: Callable, fun: Callable) -> Callable:
+    return lambda *operands: around(fun, list(operands))
+
+
+class Settled(NamedTuple):
+    """A loop body whose carry comes out as it went in."""
+
+    body: Body
+    operands: list[Any]
+    plan: Plan
+
+
+def settle(
+    trace: DispatchTrace,
+    construct: Any,
+    jaxpr: Any,
+    operands: Sequence[Any],
+    carry: range,
+    consts: range,
+    types_of: Callable[[Sequence[Any], Slots], list[Any]],
+    around: Any = None,
+    must_be_dense: Callable[[Body], frozenset[int]] = lambda _: frozenset(),
+) -> Settled:
+    """Find the form in which a loop's carry enters and leaves its body alike.
+
+    A slot whose structure or leaves change is made dense, on the way in, in the body and on the way out; the others stay.
+    Each pass settles at least one slot. Constants that the body makes dense are made dense once, before the loop.
+
+    Args:
+        trace: The trace in which the construct was met.
+        construct: Its name, for errors.
+        jaxpr: The closed body. Its first results are the carry.
+        operands: Its operands.
+        carry: The positions of the carry among them.
+        consts: The positions of what does not change from one iteration to the next.
+        types_of: Gives the types of the body's leaves, from the leaves and slots of the operands.
+        around: See `Plan`.
+        must_be_dense: Gives the results that have to be arrays for another reason.
+    """
+    operands, dense = list(operands), frozenset()
+    while True:
+        leaves, slots = flatten_all(trace, operands)
+        avals = types_of(leaves, slots)
+        plan = Plan(slots, dense, (), around)
+        body = _settling(trace, construct, jaxpr, plan, avals)
+        clashes = _clashes(body, slots, avals, carry) - dense
+        wanted = dense | clashes | must_be_dense(body)
+        if wanted == dense:
+            break
+        for i in clashes:
+            x = operands[carry[i]]
+            if is_value(x):
+                operands[carry[i]] = _dense_slot(trace, construct, i, x, body.results.structures[i])
+        dense = wanted
+    seeded = tuple(i for i in body.materialized if i in consts)
+    if seeded:
+        plan = plan._replace(seeded=seeded)
+        body = body_over_leaves(jaxpr, plan, [*(_jax.typeof(trace.dense(operands[i])) for i in seeded), *avals])
+    return Settled(body, operands, plan)
+
+
+def _settling(trace: DispatchTrace, construct: Any, jaxpr: Any, plan: Plan, avals: Sequence[Any]) -> Body:
+    try:
+        return body_over_leaves(jaxpr, plan, avals)
+    except MaterializationError as error:
+        if not plan.dense:
+            raise
+        raise StructureError(
+            f"a result of the body of `{construct}` has to be an array, since it does not leave the body as it entered it, "
+            f"and it refuses: {error}\nAt {_jax.user_line()}."
+        ) from error
+
+
+def _clashes(body: Body, slots: Slots, avals: Sequence[Any], carry: range) -> frozenset[int]:
+    """The carry slots that leave the body in another form than they entered it."""
+    entered = split(avals, slots.counts)
+    left = split(body.jaxpr.out_avals, body.results.counts)
+    return frozenset(
+        i
+        for i, position in enumerate(carry)
+        if slots.structures[position] != body.results.structures[i]
+        or (slots.structures[position] is not None and not all(map(_jax.same_type, entered[position], left[i])))
+    )
+
+
+def _dense_slot(trace: DispatchTrace, construct: Any, i: int, x: Any, left: Structure | None) -> Any:
+    try:
+        return trace.dense(x)
+    except MaterializationError as error:
+        entered = flatten(x)[1]
+        raise StructureError(
+            f"slot {i} of the carry of `{construct}` enters the body as {entered} and leaves it as "
+            f"{'an array' if left is None else left}, and cannot be made an array to agree: {error}\n"
+            f"At {_jax.user_line()}.\nLet the body return the value as it got it."
+        ) from error

@@ -150,6 +150,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     of_values = [i for group, s in zip(positions, slots.structures, strict=True) if s is not None for i in group]
     residuals: list[Slots] = []  # how the residuals lie, once the forward function has run
     forwarded: list[list[int | None]] = []
+    moving: set[int] = set()  # the operands that any run of the forward function was differentiated in
 
     def fun_over_leaves(*leaves):
         _jax.reset_stores(fun)
@@ -160,6 +161,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
         _jax.reset_stores(fwd)
         leaves, moves = leaves_and_moves[::2], leaves_and_moves[1::2]
         moved = [any(group) for group in split(moves, slots.counts)]
+        moving.update(i for i, m in enumerate(moved) if m)
         with subtrace(tag) as inner:
             interleaved = [x for pair in zip(slots.build(leaves), moved, strict=True) for x in pair]
             outs = inner.call(fwd.call_wrapped, interleaved)
@@ -189,8 +191,12 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
                 found, logs = _jax.call_cotangents(bwd.call_wrapped(*boxed, *cts))
             pulled = [
                 ct
-                for c, s, group in zip(map(inner.unbox_tree, found), slots.structures, positions, strict=True)
-                for ct in _pull_back(inner, c, s, [points.get(i) for i in group], [avals[i] for i in group])
+                for i, (c, s, group) in enumerate(
+                    zip(map(inner.unbox_tree, found), slots.structures, positions, strict=True)
+                )
+                for ct in _pull_back(
+                    inner, c if i in moving else None, s, [points.get(j) for j in group], [avals[j] for j in group]
+                )
             ]
         return _jax.join_cotangents(pulled, logs)
 
@@ -208,8 +214,8 @@ def _tree_of(n: int) -> Any:
 def _pull_back(
     trace: DispatchTrace, ct: Any, structure: Structure | None, leaves: Sequence[Any], avals: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of an operand's leaves, given that of its array."""
-    if structure is None:
+    """Return the cotangents of an operand's leaves, given that of its array (None if it is not wanted)."""
+    if structure is None and ct is not None:
         return [_dense(trace, ct)]
     if _is_zero(ct) or ct is None:
         return [_jax.Zero(a.to_tangent_aval()) for a in avals]

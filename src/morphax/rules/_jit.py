@@ -1,11 +1,11 @@
-"""`jit` inside a wrapped function: the same bind over leaves, with each of its parameters."""
+"""`jit` and the other calls of a jaxpr inside a wrapped function: the same bind over leaves, with each of its parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import _jax
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
-from ._body import Body, body_over_leaves, flatten_all
+from ._body import Body, Plan, body_over_leaves, flatten_all
 
 
 @treatment(CONSTRUCTS, _jax.jit_p)
@@ -14,11 +14,9 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
     jaxpr = params["jaxpr"]
-    body = body_over_leaves(jaxpr, slots, avals)
-    program, consts = body.jaxpr, []
-    if any(isinstance(c, _jax.Tracer) for c in program.consts):  # a jit's own constants must be known
-        program, consts = _jax.open_jaxpr(program)
-        program = _jax.close_jaxpr(program)
+    body = body_over_leaves(jaxpr, Plan(slots), avals)
+    known = not any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts)
+    consts, program = ([], body.jaxpr) if known else body.hoisted()  # a jit's own constants must be known
     new = _jax.jit_params(
         params,
         program,
@@ -26,7 +24,7 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
         slots.shaped_alike(jaxpr.in_avals, avals),
         body.results.shaped_alike(jaxpr.out_avals, body.jaxpr.out_avals),
     )
-    call = _callable(body, new) if trace.parent_trace is _jax.eval_trace and not consts else None
+    call = _callable(body, new) if known and trace.parent_trace is _jax.eval_trace else None
     return body.results.build(primitive.bind(*consts, *leaves, **new) if call is None else call(*leaves))
 
 
@@ -36,3 +34,27 @@ def _callable(body: Body, params: dict[str, Any]) -> Callable | None:
     if key not in body.callables:
         body.callables[key] = _jax.jit_callable(params)
     return body.callables[key]
+
+
+@treatment(CONSTRUCTS, _jax.remat_p)
+def checkpoint(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Bind the checkpoint over leaves: rules run in the recomputed part too. The policy stays the same object."""
+    leaves, slots = flatten_all(trace, operands)
+    body = body_over_leaves(_jax.close_jaxpr(params["jaxpr"]), Plan(slots), [_jax.typeof(x) for x in leaves])
+    jaxpr, consts = _jax.open_jaxpr(body.jaxpr)
+    new = _jax.remat_params(params, jaxpr, len(consts), slots.counts)
+    return body.results.build(primitive.bind(*consts, *leaves, **new))
+
+
+@treatment(CONSTRUCTS, _jax.eval_jaxpr_p, _jax.composite_p, _jax.xla_metadata_call_p, _jax.compute_on_p)
+def call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Bind a call that has nothing but its jaxpr to be rewritten; a memory space per result is one per leaf of it."""
+    leaves, slots = flatten_all(trace, operands)
+    name = "call_jaxpr" if "call_jaxpr" in params else "jaxpr"
+    body = body_over_leaves(params[name], Plan(slots), [_jax.typeof(x) for x in leaves])
+    consts, program = body.hoisted()
+    new = {**params, name: program}
+    if "out_memory_spaces" in params:
+        spaces = zip(params["out_memory_spaces"], body.results.counts, strict=True)
+        new["out_memory_spaces"] = tuple(space for space, n in spaces for _ in range(n))
+    return body.results.build(primitive.bind(*consts, *leaves, **new))
