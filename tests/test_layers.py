@@ -21,6 +21,7 @@ LAYERS = {
     "_explain": 4,
     "rules": 5,
     "arrays": 6,
+    "compat": 6,
     "__init__": 7,
 }
 

@@ -61,7 +61,7 @@ def test_string_annotations_may_name_local_classes():
     ):
 
         @mx.register(lax.cos_p)
-        def rule(x: Unknown):  # noqa: F821
+        def rule(x: Unknown):
             return x
 
 

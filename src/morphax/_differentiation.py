@@ -81,6 +81,18 @@ def _is_linear(structure: Structure, avals: tuple[Any, ...]) -> bool:
     return str(tangent_jaxpr) == str(itself_jaxpr)
 
 
+def is_leafwise(structure: Structure, avals: Sequence[Any]) -> bool:
+    """Whether the one leaf of a value can be cut and stacked as its array can.
+
+    So where the array is the leaf. A type that refuses to say what its array is, and has one leaf of the array's shape (a
+    quantity with a unit), is taken for such a one: it could not be used in a loop otherwise.
+    """
+    facts = meaning(structure, avals)
+    if not facts.refuses or facts.identity:
+        return facts.identity
+    return len(avals) == 1 and avals[0].shape == aval_of_structure(structure, tuple(avals), _jax.trace_context()).shape
+
+
 def tangent_leaves(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Return the leaves of a linear value's tangent: zeros made explicit, and the primal where a leaf has no tangent."""
     return [
@@ -193,7 +205,7 @@ def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: An
         if shape != (size, *aval_of_structure(structure, avals, context).shape) or not stacked:
             return False
         if meaning(structure, avals).refuses:
-            return meaning(structure, avals).identity
+            return is_leafwise(structure, avals)
         whole = dense_jaxpr(structure, stacked, context)
         batched = _jax.trace_jaxpr(
             lambda *leaves: [jax.vmap(functools.partial(dense_of_leaves, structure=structure))(*leaves)], stacked

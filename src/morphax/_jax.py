@@ -317,6 +317,12 @@ def jit_params(
     )
 
 
+def is_inlined(params: dict[str, Any]) -> bool:
+    """Whether a `jit` bind leaves nothing of itself where it is staged: so for most functions of `jax.numpy`."""
+    inline = params["inline"]
+    return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since 0.12
+
+
 def jit_callable(params: dict[str, Any]) -> Callable | None:
     """Return a `jax.jit` callable for a bind's parameters, for the C++ call path; None where it could lose one of them.
 

@@ -100,9 +100,20 @@ class Registry:
     # -- registering
 
     def add(
-        self, primitives: Sequence[Any], function: Callable, *, precedence: int, override: bool, plain: bool, names: Any
+        self,
+        primitives: Sequence[Any],
+        function: Callable,
+        *,
+        precedence: int,
+        override: bool,
+        plain: bool | None,
+        names: Any,
     ) -> None:
-        """Register ``function`` for each of ``primitives``; ``names`` are the local names of the registering code."""
+        """Register ``function`` for each of ``primitives``.
+
+        ``names`` are the local names of the registering code. ``plain=None`` leaves it to the annotations whether the rule
+        applies to arrays alone.
+        """
         keys = [self._key(p) for p in primitives]
         signature, rule = _read_signature(function, precedence, plain, names)
         for key in keys:
@@ -120,7 +131,7 @@ class Registry:
             resolver.register(plum.Method(rule, signature, function_name=str(key), return_type=Any))
             # A thread that looks rules up now sees all of the new rule or nothing of it.
             self._rules = {**self._rules, key: resolver}
-            if plain:
+            if rule.plain:
                 self.plain = self.plain | {key}
         self._chosen = {}
         self.version += 1
@@ -250,7 +261,7 @@ def _named_types(annotation: Any) -> Iterator[type]:
         yield annotation
 
 
-def _read_signature(function: Callable, precedence: int, plain: bool, names: Any) -> tuple[Any, Rule]:
+def _read_signature(function: Callable, precedence: int, plain: bool | None, names: Any) -> tuple[Any, Rule]:
     """Turn a rule's annotations into a plum signature, and its keywords into the parameters that it takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -272,6 +283,8 @@ def _read_signature(function: Callable, precedence: int, plain: bool, names: Any
         warnings.filterwarnings("ignore", "Could not (resolve|determine)")
         signature = plum.Signature(*positional, varargs=varargs, precedence=precedence)
     annotations = _types(signature)
+    if plain is None:
+        plain = not any(map(_admits_value, annotations))
     if not plain and not any(map(_admits_value, annotations)):
         raise RegistrationError(
             f"the rule {getattr(function, '__qualname__', function)!r} names no array-ish type, so it would never run: rules "

@@ -378,9 +378,14 @@ def holds_rule(jaxpr: Any, version: int) -> bool:
     return any(p is value_p or p in registry.plain for p in _jax.primitives_in(jaxpr))
 
 
+def _overrides_default(cls: type) -> bool:
+    default = getattr(cls, "default", None)
+    return callable(default) and not getattr(default, "is_no_override", False)
+
+
 def _ask_default(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Ask the `default` of the operands' types, if exactly one of them has it."""
-    owners = {type(x).default: type(x) for x in operands if is_value(x) and callable(getattr(type(x), "default", None))}
+    owners = {type(x).default: type(x) for x in operands if is_value(x) and _overrides_default(type(x))}
     if len(owners) > 1:
         names = " and ".join(f"`{cls.__name__}.default`" for cls in owners.values())
         raise AmbiguousDefaultError(

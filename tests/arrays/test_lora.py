@@ -58,7 +58,7 @@ def assert_same(got, expected):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        tolerance = 8 * float(jnp.finfo(jax.tree.leaves(expected)[0].dtype).eps)
+        tolerance = max(8 * float(jnp.finfo(jax.tree.leaves(expected)[0].dtype).eps), 4e-6)
         largest = np.max(np.abs(y), initial=1, where=np.isfinite(y))
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest)
 

@@ -151,11 +151,11 @@ def gather_slices_quantized(
 ):
     """The dense slices: an embedding lookup. Along a shared axis the scale has one element."""
     indexed = (*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims)
-    whole = [i for i in range(x.ndim) if i not in indexed]
-    if not all(map(x.is_shared, whole)) and any(map(x.is_shared, indexed)):
-        return NotImplemented  # a scale for each row would be as large as the array
-    scale = jnp.broadcast_to(x.scale, [n if i in indexed else x.scale.shape[i] for i, n in enumerate(x.shape)])
-    sizes = tuple(1 if i in whole and x.is_shared(i) else n for i, n in enumerate(slice_sizes))
+    shape = tuple(n if i in indexed else x.scale.shape[i] for i, n in enumerate(x.shape))
+    if x.scale.shape != shape == x.shape:
+        return NotImplemented  # a scale for each index would be as large as the array
+    scale = jnp.broadcast_to(x.scale, shape)
+    sizes = tuple(min(n, m) for n, m in zip(slice_sizes, shape, strict=True))
     q = lax.gather(x.qvalue, indices, dimension_numbers, slice_sizes, fill_value=1, **params)
     return q.astype(x.dtype) * lax.gather(scale, indices, dimension_numbers, sizes, fill_value=fill_value, **params)
 

@@ -10,7 +10,9 @@ from ._body import Body, Plan, body_over_leaves, flatten_all
 
 @treatment(CONSTRUCTS, _jax.jit_p)
 def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Bind the jit over the leaves of its operands."""
+    """Bind the jit over the leaves of its operands. One that is inlined anyway is dispatched equation by equation."""
+    if _jax.is_inlined(params):
+        return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
     jaxpr = params["jaxpr"]

@@ -64,11 +64,11 @@ def scan(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: 
     num_consts, num_carry = _jax.scan_sizes(params, len(operands))
     consts, carry = list(operands[:num_consts]), list(operands[num_consts : num_consts + num_carry])
     xs = list(operands[num_consts + num_carry :])
-    sliced = tuple(i for i, x in enumerate(xs) if is_value(x) and not _slices_by_leaf(x) and length and _slices_by_rule(x))
+    sliced = tuple(
+        i for i, x in enumerate(xs) if is_value(x) and not _slices_by_leaf(x) and length and _slices_by_rule(x)
+    )
     wholes = [xs[i] for i in sliced]
-    xs = [
-        trace.dense(x) if is_value(x) and not _slices_by_leaf(x) else x for i, x in enumerate(xs) if i not in sliced
-    ]
+    xs = [trace.dense(x) if is_value(x) and not _slices_by_leaf(x) else x for i, x in enumerate(xs) if i not in sliced]
     around = _Slicing(num_consts, num_carry, sliced) if sliced else None
     if sliced:
         xs = [jnp.arange(length), *xs]

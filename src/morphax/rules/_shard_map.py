@@ -6,18 +6,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._differentiation import meaning
+from .._differentiation import is_leafwise
 from .._trace import CONSTRUCTS, DispatchTrace, subtrace, treatment
-from .._value import flatten, is_value
+from .._value import Structure, flatten, is_value
 from ._body import flatten_all
 
 
 @treatment(CONSTRUCTS, _jax.shard_map_p)
 def shard_map(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Bind the call over leaves; results are arrays.
+    """Bind the call over leaves.
 
-    A specification names dimensions of the array. A replicated value has replicated leaves; one that is cut stays a value
-    only if its array is its one leaf.
+    A specification names dimensions of the array. A replicated value has replicated leaves; one that is cut, or comes out,
+    stays a value only if its array is its one leaf.
     """
     (fun,) = params["subfuns"]
     specs = params["in_specs"]
@@ -27,13 +27,15 @@ def shard_map(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], par
     ]
     leaves, slots = flatten_all(trace, operands)
     tag = trace.tag
+    structures: list[Structure | None] = []  # of the results
 
     def fun_over_leaves(*leaves):
         with subtrace(tag) as inner:
             boxed = [inner.box(x) for x in slots.build(leaves)]
             with _jax.set_current_trace(inner):
                 outs, out_specs = fun(*boxed).unpack_aux()
-            return outs.map(lambda x: _dense(inner, x)).with_aux(out_specs)
+            structures.clear()
+            return outs.map(lambda x: _result(inner, x, structures)).with_aux(out_specs)
 
     new = dict(
         params,
@@ -41,11 +43,19 @@ def shard_map(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], par
         in_specs=tuple(spec for spec, n in zip(specs, slots.counts, strict=True) for _ in range(n)),
         debug_info=params["debug_info"].with_unknown_names(),
     )
-    return primitive.bind(*leaves, **new)
+    outs = primitive.bind(*leaves, **new)
+    forms = iter(structures)
+    return outs.map(lambda x: x if (s := next(forms)) is None else s.build([x]))
 
 
-def _dense(trace: DispatchTrace, x: Any) -> Any:
+def _result(trace: DispatchTrace, x: Any, structures: list[Structure | None]) -> Any:
+    """Return the one array that a result is, and note what it stands for."""
     x = trace.unbox(x)
+    if is_value(x) and _is_its_leaf(x):
+        (x,), structure = flatten(x)
+        structures.append(structure)
+        return x
+    structures.append(None)
     return trace.dense(x) if is_value(x) else x
 
 
@@ -55,4 +65,4 @@ def _is_replicated(spec: Any) -> bool:
 
 def _is_its_leaf(x: Any) -> bool:
     leaves, structure = flatten(x)
-    return structure is not None and meaning(structure, [_jax.typeof(leaf) for leaf in leaves]).identity
+    return structure is not None and is_leafwise(structure, [_jax.typeof(leaf) for leaf in leaves])

@@ -1,0 +1,120 @@
+"""Quax's names over Morphax, so that code written for Quax runs by changing one import.
+
+from morphax.compat import quax
+
+class Length(quax.ArrayValue):
+    metres: Array
+    def aval(self): return jax.typeof(self.metres)
+    def materialise(self): return self.metres
+
+quax.quaxify(f)(Length(x))
+"""
+
+import abc
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import numpy as np
+
+from .._array_value import register_type
+from .._operators import Operators
+from .._registry import registry
+from .._value import aval_of, is_value, materialize
+from .._wrap import dispatch, wrap
+
+T = TypeVar("T", bound=Callable)
+
+
+class Value(Operators, eqx.Module):
+    """Base of array-ish types: an `equinox.Module` with `aval` and `materialise`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        register_type(cls)
+
+    @abc.abstractmethod
+    def aval(self) -> Any:
+        """Return the type of what the value stands for."""
+
+    @abc.abstractmethod
+    def materialise(self) -> Any:
+        """Return the array that the value stands for, or raise."""
+
+    def __jax_array__(self) -> Any:
+        return self.materialise()
+
+    @staticmethod
+    def default(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Materialize all values and bind the primitive. A type may override what is done where it has no rule."""
+        return primitive.bind(*(materialize(x) if is_value(x) else x for x in values), **params)
+
+    default.__func__.is_no_override = True  # so the dispatch does by itself what this would do
+
+
+class ArrayValue(Value):
+    """A `Value` that stands for an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return aval_of(self).shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return aval_of(self).dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class _Filtered(eqx.Module):
+    """A function of which only some arguments are made to dispatch."""
+
+    fn: Callable
+    filter_spec: Any
+
+    @property
+    def __wrapped__(self) -> Callable:
+        return self.fn
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        dynamic, static = eqx.partition((self.fn, args, kwargs), self.filter_spec, is_leaf=is_value)
+
+        def call(dynamic):
+            fn, args, kwargs = eqx.combine(dynamic, static, is_leaf=is_value)
+            return fn(*args, **kwargs)
+
+        return dispatch(call, (dynamic,), {})
+
+
+def quaxify(fn: T, /, filter_spec: Any = True) -> T:
+    """Make a function dispatch on values: `morphax.wrap`.
+
+    Args:
+        fn: Any callable.
+        filter_spec: Which of ``(fn, args, kwargs)`` dispatch, as in `equinox.partition`; the rest is passed as it is.
+    """
+    if filter_spec is True:
+        return wrap(fn)  # type: ignore[return-value]
+    return eqx.module_update_wrapper(_Filtered(fn, filter_spec))  # type: ignore[return-value]
+
+
+def register(primitive: Any, /, *, precedence: int = 0) -> Callable[[T], T]:
+    """Register a rule: `morphax.register`, which here also takes rules on arrays alone."""
+
+    def decorate(rule: T) -> T:
+        names = sys._getframe(1).f_locals
+        registry.add([primitive], rule, precedence=precedence, override=False, plain=None, names=names)
+        return rule
+
+    return decorate
