@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import morphax as mx
-from morphax._trace import OBSERVER
+from morphax._value import OBSERVER
 
 from .values import Box, Exp, X
 
@@ -69,3 +69,34 @@ def test_an_exception_ends_the_watching():
     with pytest.raises(KeyError):
         mx.explain(lambda v: {}[v])(1)
     assert OBSERVER.get() is None
+
+
+def test_operators_of_raw_values_do_not_hide_the_rest():
+    """They dispatch by themselves; the function is wrapped all the same."""
+    assert {r.operation for r in mx.explain(lambda v: (v * 2.0, jnp.exp(v)))(Box(X)).rows} == {"mul", "exp"}
+
+
+def test_what_is_traced_for_a_shape_is_not_told():
+    """The default of `aval` traces `__jax_array__`, and computes nothing."""
+
+    class Nested(mx.ArrayValue):
+        inner: object
+
+        def __jax_array__(self):
+            return self.inner * 2.0
+
+    assert mx.explain(mx.wrap(lambda v: v))(Nested(Box(X))).rows == ()
+
+
+def test_partitioned_values_pass():
+    """A value of which only some leaves are there is what `equinox.partition` gives."""
+    import equinox as eqx
+
+    w = mx.arrays.LoraArray.init(jnp.ones((4, 4)), 2, key=jax.random.key(0))
+    spec = eqx.tree_at(lambda v: (v.a, v.b), jax.tree.map(lambda _: False, w), (True, True))
+    trainable, frozen = eqx.partition(w, spec)
+
+    def loss(trainable, frozen, x):
+        return jnp.sum(mx.wrap(lambda w, x: x @ w.T)(eqx.combine(trainable, frozen), x))
+
+    assert not mx.explain(jax.grad(loss))(trainable, frozen, jnp.ones((3, 4))).materialized

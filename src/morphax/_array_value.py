@@ -143,6 +143,8 @@ class ArrayValue(Operators):
 
     * ``linear = True``: the array is linear in the floating leaves. Found out by tracing `__jax_array__` where that works.
     * ``cotangent(self, ct)``: for a linear type, a value of the cotangents of its leaves.
+    * ``take_leading(self, i)`` and ``add_leading(self, n)``: the slice at a (traced) index along the leading axis, and the value
+      that leaves stacked ``n`` times along a new one stand for; for loops over values whose leaves do not show it.
     * ``default(primitive, operands, params)``, a static method: what to do where no rule fits.
     """
 

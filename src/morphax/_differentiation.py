@@ -22,6 +22,7 @@ from ._value import (
     flatten,
     is_value,
     materialize,
+    trace_abstractly,
     value_p,
 )
 from .errors import MaterializationError
@@ -74,10 +75,10 @@ def _is_linear(structure: Structure, avals: tuple[Any, ...]) -> bool:
         point, direction = tuple(xs[i] for i in primals), tuple(xs[i] for i in tangents)
         return [jax.jvp(lambda *leaves: dense(constants, leaves), point, direction)[1]]
 
-    tangent_jaxpr, used = _jax.dce_jaxpr(_jax.trace_jaxpr(tangent, [*moving, *fixed, *moving]))
+    tangent_jaxpr, used = _jax.dce_jaxpr(_jax.inlined(trace_abstractly(tangent, [*moving, *fixed, *moving])))
     if any(used[: len(moving)]) or not all(used[len(moving) + len(fixed) :]):
         return False
-    itself_jaxpr, _ = _jax.dce_jaxpr(_jax.trace_jaxpr(itself, [*fixed, *moving]))
+    itself_jaxpr, _ = _jax.dce_jaxpr(_jax.inlined(trace_abstractly(itself, [*fixed, *moving])))
     return str(tangent_jaxpr) == str(itself_jaxpr)
 
 
@@ -207,12 +208,12 @@ def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: An
         if meaning(structure, avals).refuses:
             return is_leafwise(structure, avals)
         whole = dense_jaxpr(structure, stacked, context)
-        batched = _jax.trace_jaxpr(
+        batched = trace_abstractly(
             lambda *leaves: [jax.vmap(functools.partial(dense_of_leaves, structure=structure))(*leaves)], stacked
         )
     except Exception:  # the author's code meets shapes that it was not written for; then it does not stack
         return False
-    return str(whole) == str(batched)
+    return str(_jax.inlined(whole)) == str(_jax.inlined(batched))
 
 
 def _batch(leaves, axes, *, structure):

@@ -11,8 +11,7 @@ from typing import Any
 import equinox as eqx
 
 from . import _jax
-from ._trace import OBSERVER
-from ._value import aval_of, is_value
+from ._value import OBSERVER, aval_of, is_value
 from ._wrap import dispatch
 
 MATERIALIZED = "materialized"
@@ -77,6 +76,10 @@ def describe(x: Any) -> str:
 class _Recorder:
     def __init__(self) -> None:
         self.seen: Counter[tuple[Any, ...]] = Counter()
+        self.calls = 0  # of wrapped functions
+
+    def called(self) -> None:
+        self.calls += 1
 
     def _add(self, operation: Any, operands: Sequence[Any], rule: str, results: Any) -> None:
         results = results if isinstance(results, (list, tuple)) and not is_value(results) else [results]
@@ -95,8 +98,8 @@ class _Recorder:
 def explain(fn: Callable) -> Callable[..., Explanation]:
     """Return a function that says what ``fn`` would dispatch, and what would be made dense.
 
-    Nothing is computed: ``fn`` is traced abstractly, as by `jax.eval_shape`, and every dispatching call in it is followed.
-    Where there is none, ``fn`` is taken for the function to be wrapped. What a `jax.jit` of a wrapped function has compiled
+    Nothing is computed: ``fn`` is traced abstractly, as by `jax.eval_shape`, and every call of a wrapped function in it is
+    followed. Where there is none, ``fn`` is taken for the function to be wrapped. What a `jax.jit` of a wrapped function has compiled
     before is not traced again, and not seen.
 
     Args:
@@ -111,7 +114,8 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         token = OBSERVER.set(recorder)
         try:
             eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
-            if not recorder.seen:
+            if not recorder.calls:
+                recorder.seen.clear()
                 eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
         finally:
             OBSERVER.reset(token)

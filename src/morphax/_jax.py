@@ -220,6 +220,27 @@ def dce_jaxpr(closed: Any) -> tuple[Any, list[bool]]:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
 
 
+def inlined(closed: Any) -> Any:
+    """Return a closed jaxpr without its jit calls, to be compared with another: transformations rename them."""
+
+    def run(jaxpr, args):
+        env = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, *args), strict=True))
+
+        def read(v):
+            return v.val if isinstance(v, core.Literal) else env[v]
+
+        for eqn in jaxpr.jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            if eqn.primitive is jit_p:
+                outs = run(eqn.params["jaxpr"], operands)
+            else:
+                outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
+        return [read(v) for v in jaxpr.jaxpr.outvars]
+
+    return trace_jaxpr(lambda *args: run(closed, args), closed.in_avals)
+
+
 eval_jaxpr = core.jaxpr_as_fun  # keeps the equations' contexts and name stacks
 
 

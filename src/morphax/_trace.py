@@ -9,7 +9,6 @@ that the bind can be expressed in; and last, every value becomes an array and th
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.tree_util as jtu
 from . import _jax
 from ._array_value import ArrayValue
 from ._registry import JittedFunction, Rule, registry
-from ._value import aval_of, flatten, holds_value, is_value, is_value_type, materialize, value_p
+from ._value import OBSERVER, aval_of, flatten, holds_value, is_value, is_value_type, materialize, value_p
 from .errors import AmbiguousDefaultError, MaterializationError, RecursiveRuleError, RuleResultError
 
 _trace_ctx = _jax.trace_ctx
@@ -30,9 +29,6 @@ CONSTRUCTS: dict[
     Any, Callable
 ] = {}  # higher-order primitives: their bodies meet rules, so no type's `default` is asked
 FALLBACKS: dict[Any, Callable] = {}  # primitives that can be done without a rule and without making a value dense
-
-# Whoever wants to be told of each dispatch made meanwhile: has `ruled` and `densified`.
-OBSERVER: ContextVar[Any] = ContextVar("observer", default=None)
 
 
 def treatment(table: dict[Any, Callable], *primitives: Any) -> Callable[[Callable], Callable]:

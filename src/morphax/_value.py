@@ -8,6 +8,7 @@ value; anywhere else the primitive means what the author's `__jax_array__` compu
 
 import functools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +80,19 @@ def flatten(value: Any) -> tuple[list[Any], Structure | None]:
         else:
             static.append((position, leaf))
     return arrays, Structure(treedef, tuple(static))
+
+
+# Whoever wants to be told of each dispatch made meanwhile.
+OBSERVER: ContextVar[Any] = ContextVar("observer", default=None)
+
+
+def trace_abstractly(fun: Callable, avals: Sequence[Any]) -> Any:
+    """Trace an author's code for what it says of a value. Nothing will be computed, and nobody is told of it."""
+    token = OBSERVER.set(None)
+    try:
+        return _jax.trace_jaxpr(fun, avals)
+    finally:
+        OBSERVER.reset(token)
 
 
 def _author(cls: type) -> Callable[[Any], Any]:
@@ -168,7 +182,7 @@ def traced_aval(value: Any) -> Any:
     """The default of `aval()`: the type of what `__jax_array__` returns, traced once per structure."""
     leaves, structure = flatten(value)
     if structure is None:
-        return _jax.trace_jaxpr(lambda: [materialize(value)], ()).out_avals[0]
+        return trace_abstractly(lambda: [materialize(value)], ()).out_avals[0]
     return dense_jaxpr(structure, tuple(map(_jax.typeof, leaves)), _jax.trace_context()).out_avals[0]
 
 
@@ -176,7 +190,7 @@ def traced_aval(value: Any) -> Any:
 def dense_jaxpr(structure: Structure, avals: tuple[Any, ...], context: Any) -> Any:
     """The closed jaxpr of `__jax_array__` over a value's leaves."""
     del context  # a key: what tracing depends on
-    return _jax.trace_jaxpr(lambda *leaves: [materialize(structure.build(leaves))], avals)
+    return trace_abstractly(lambda *leaves: [materialize(structure.build(leaves))], avals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,7 +202,7 @@ def aval_of_structure(structure: Structure, avals: tuple[Any, ...], context: Any
         found.append(aval_of(structure.build(leaves)))
         return []
 
-    _jax.trace_jaxpr(ask, avals)
+    trace_abstractly(ask, avals)
     return found[0]
 
 

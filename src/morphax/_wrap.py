@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from . import _jax
 from ._operators import dispatch_with
 from ._trace import DispatchTrace, DispatchTracer
-from ._value import is_value, is_value_type, lift
+from ._value import OBSERVER, is_value, is_value_type, lift
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +32,8 @@ class Wrapped(eqx.Module, Generic[P, T]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function; values anywhere in it and in the arguments dispatch."""
+        if (observer := OBSERVER.get()) is not None:
+            observer.called()
         return dispatch(self.fn, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

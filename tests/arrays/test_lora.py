@@ -46,6 +46,10 @@ VALUES = {
     "int8 batch": lambda dtype=jnp.float32: lora(int8(-1, 3, dtype=dtype)),
 }
 
+CASES = [(kind, jnp.float32) for kind in VALUES] + [
+    (kind, dtype) for kind in ("matrix", "int8 scale per row") for dtype in FLOATS[1:]
+]
+
 
 def operand(value, rows=5):
     return normal(3, *value.shape[:-2], rows, M, dtype=value.dtype)
@@ -58,13 +62,13 @@ def assert_same(got, expected):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        tolerance = max(8 * float(jnp.finfo(jax.tree.leaves(expected)[0].dtype).eps), 4e-6)
+        tolerance = max(8 * float(jnp.finfo(jax.tree.leaves(expected)[0].dtype).eps), 1e-5)
         largest = np.max(np.abs(y), initial=1, where=np.isfinite(y))
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest)
 
 
 def rules(f, *args):
-    return {row.rule.split()[0] for row in mx.explain(f)(*args).rows}
+    return {row.rule.split()[0] for row in mx.explain(mx.wrap(f))(*args).rows}
 
 
 def jaxpr_of(f, *args):
@@ -87,8 +91,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=lambda x: getattr(x, "__name__", x))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_function_gives_the_numbers_of_the_dense_weight(name, kind, dtype):
     """A function of a LoRA weight gives the shape, dtype and numbers that it gives on the dense array."""
@@ -104,7 +107,7 @@ def test_function_is_served_by_its_rules(name, kind):
     """The rule of each operation serves it, and nothing becomes dense."""
     f, expected = FUNCTIONS[name]
     value = VALUES[kind]()
-    explanation = mx.explain(f)(value, operand(value))
+    explanation = mx.explain(mx.wrap(f))(value, operand(value))
     assert explanation.materialized == ()
     assert {r for r in rules(f, value, operand(value)) if "lora" in r} == expected
 
@@ -146,7 +149,7 @@ def test_every_contraction_gives_the_dense_numbers(side, kind):
 
     assert_same(jax.jit(mx.wrap(products))(value), jax.jit(products)(mx.materialize(value)))
     name = "dot_general_lora_any" if side == "left" else "dot_general_any_lora"
-    rows = [row for row in mx.explain(products)(value).rows if "lora" in row.rule]
+    rows = [row for row in mx.explain(mx.wrap(products))(value).rows if "lora" in row.rule]
     assert {row.rule.split()[0] for row in rows} == {name}
     assert sum(row.count for row in rows) == 3**value.ndim
 
@@ -166,7 +169,7 @@ def test_product_with_an_int8_array(first):
     x, y = lora(normal(0, M, N)), int8(-1)
     f = (lambda x, y: x @ y.T) if first == "lora" else (lambda x, y: y @ x.T)
     assert_same(mx.wrap(f)(x, y), f(mx.materialize(x), mx.materialize(y)))
-    assert mx.explain(f)(x, y).materialized == ()
+    assert mx.explain(mx.wrap(f))(x, y).materialized == ()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -202,7 +205,7 @@ def test_embedding_lookup(lookup, kind, dtype):
     """Rows are looked up without the dense table, also negative and out of range ones."""
     value = VALUES[kind](dtype)
     assert_same(jax.jit(mx.wrap(lookup))(value), jax.jit(lookup)(mx.materialize(value)))
-    assert mx.explain(lookup)(value).materialized == ()
+    assert mx.explain(mx.wrap(lookup))(value).materialized == ()
     assert "gather_rows_lora" in rules(lookup, value)
 
 
@@ -223,7 +226,7 @@ def test_astype_converts_the_parts(dtypes, kind):
 def test_product_in_a_wider_type_stays_a_product():
     """A bfloat16 weight times a float32 array is made in float32 from the parts."""
     value, x = VALUES["matrix"](jnp.bfloat16), normal(3, 5, M)
-    explanation = mx.explain(lambda w, x: x @ w)(value, x)
+    explanation = mx.explain(mx.wrap(lambda w, x: x @ w))(value, x)
     assert explanation.materialized == ()
     assert mx.wrap(lambda w, x: x @ w)(value, x).dtype == jnp.float32
 
@@ -264,7 +267,7 @@ def test_other_operations_make_it_dense(operation, kind, f):
     """Where a rule does not fit, that one operation runs on the dense array."""
     value = VALUES[kind]()
     assert_same_or_equal(mx.wrap(f)(value), f(mx.materialize(value)))
-    assert [row.operation for row in mx.explain(f)(value).materialized] == [operation]
+    assert [row.operation for row in mx.explain(mx.wrap(f))(value).materialized] == [operation]
 
 
 def assert_same_or_equal(got, expected):
@@ -335,7 +338,8 @@ def test_transformation_makes_nothing_dense(name, kind):
     """Rules serve a transformed program too."""
     value = VALUES[kind]()
     x = operand(value, rows=2)
-    explanation = mx.explain(lambda w, x: CONSTRUCTS[name](mx.wrap, w, x))(value, x)
+    wrap = lambda f: mx.wrap(lambda *args: f(*args))  # a new function, which no jit has kept
+    explanation = mx.explain(lambda w, x: CONSTRUCTS[name](wrap, w, x))(value, x)
     assert explanation.materialized == ()
     assert {"dot_general_any_lora", "transpose_lora", "neg_lora", "mul_scalar_lora"} <= {
         row.rule.split()[0] for row in explanation.rows
@@ -470,7 +474,7 @@ def test_gradient_of_the_dense_array():
 # ------------------------------------------------------------------------------------------------ making one
 
 
-@pytest.mark.parametrize("shape", [(M, N), (3, M, N), (2, 3, M, N)])
+@pytest.mark.parametrize("shape", [(M, N), (2, 3, M, N)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.__name__)
 def test_update_is_zero_at_the_start(dtype, shape):
     """A new LoRA weight is its weight, with factors of the shapes that the rank gives."""
@@ -701,7 +705,7 @@ def test_sharding_asked_of_a_product(spec, side):
     mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(mesh):
         assert jax.eval_shape(mx.wrap(f), value, x).sharding.spec == PartitionSpec(*spec)
-        assert mx.explain(f)(value, x).materialized == ()
+        assert mx.explain(mx.wrap(f))(value, x).materialized == ()
 
 
 def test_sharding_asked_of_another_contraction():
@@ -712,4 +716,4 @@ def test_sharding_asked_of_another_contraction():
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("i",), axis_types=(AxisType.Explicit,))):
         assert jax.eval_shape(mx.wrap(f), value, x).sharding.spec == PartitionSpec("i", None, None)
         assert jax.eval_shape(mx.wrap(g), value, x).sharding.spec == PartitionSpec(None, "i", None)
-        assert [row.operation for row in mx.explain(f)(value, x).materialized] == ["dot_general"]
+        assert [row.operation for row in mx.explain(mx.wrap(f))(value, x).materialized] == ["dot_general"]

@@ -246,3 +246,11 @@ def test_linearity_is_found_by_tracing():
     assert facts(Ints(jnp.ones(2, jnp.int8), jnp.float32(2))) == (False, True, False)
     assert facts(Metre(X)) == (True, True, True)
     assert facts(M) == (True, False, False)
+
+    class Diagonal(mx.ArrayValue):
+        entries: jax.Array
+
+        def __jax_array__(self):
+            return jnp.diag(self.entries)
+
+    assert facts(Diagonal(jnp.ones(3))) == (False, True, False)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from .. import _jax
 from .._registry import registry
-from .._trace import OBSERVER, DispatchTrace, subtrace
-from .._value import Structure, flatten, is_value
+from .._trace import DispatchTrace, subtrace
+from .._value import OBSERVER, Structure, flatten, is_value
 from ..errors import MaterializationError, StructureError
 
 

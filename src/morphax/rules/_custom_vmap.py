@@ -27,7 +27,7 @@ def custom_vmap(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], p
         params,
         call=program,
         rule=rule,
-        in_tree=jtu.tree_structure(tuple([*consts, *leaves])),
+        in_tree=jtu.tree_structure((*consts, *leaves)),
         out_tree=jtu.tree_structure([0] * len(jaxpr.out_avals)),
     )
     return list(primitive.bind(*consts, *leaves, **new))

@@ -12,8 +12,10 @@ from ._body import Slots, flatten_all, split
 
 @treatment(FALLBACKS, *IDENTITIES)
 def identity(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Bind the primitive on each leaf."""
+    """Bind the primitive on each leaf. A value without leaves cannot vary along a mesh axis: there it becomes an array."""
     leaves, slots = flatten_all(trace, operands)
+    if primitive is _jax.pvary_p and not leaves:
+        return NotImplemented
     if primitive.multiple_results:
         return slots.build(primitive.bind(*leaves, **params))
     return slots.build([primitive.bind(x, **params) for x in leaves])[0]
