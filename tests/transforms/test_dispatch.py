@@ -37,7 +37,7 @@ def dot_general_array_matrix(x: jax.Array, y: Matrix, *, dimension_numbers, **pa
     return jax.lax.dot_general(low, y.right, (((low.ndim - 1,), (0,)), ((), ())), **params)
 
 
-M = Matrix(jnp.ones((4, 2)), jnp.arange(10.0).reshape(2, 5))
+M = Matrix(jnp.ones((4, 2)), jnp.arange(10.0).reshape(2, 5) / 30)
 DENSE = M.left @ M.right
 V = jnp.linspace(-1, 1, 5)
 f = lambda w, x: jnp.tanh(w @ x)

@@ -11,7 +11,7 @@ import morphax as mx
 
 from ..values import MATERIALIZABLE, X, dense
 
-Y = X[::-1] / 3
+Y = X[::-1] / 9  # small, so that no tanh is flat
 
 
 @jax.custom_jvp
@@ -114,7 +114,9 @@ LOOPS = {
     "scan, unroll": lambda w, y: lax.scan(lambda c, x: (c * 0.5 + w, c), y, y, unroll=2),
     "scan, unrolled": lambda w, y: lax.scan(lambda c, x: (c * 0.5 + w, c), y, y, unroll=True),
     "scan, length 0": lambda w, y: lax.scan(lambda c, x: (c * w, x * w), y, jnp.zeros((0, 3, 2))),
-    "scan, tree of carries": lambda w, y: lax.scan(lambda c, _: ((c[0], c[0] * c[1], c[2] + 1), None), (w, y, 0), None, 3),
+    "scan, tree of carries": lambda w, y: lax.scan(
+        lambda c, _: ((c[0], c[0] * c[1], c[2] + 1), None), (w, y, 0), None, 3
+    ),
     "scan in scan": lambda w, y: lax.scan(lambda c, x: lax.scan(lambda d, _: (d * 0.5 + w, d), c, None, 2), y, y),
     "scan in jit": jax.jit(lambda w, y: lax.scan(lambda c, x: (c * 0.5 + w, c), y, y)),
     "fori_loop": lambda w, y: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(w * c), y),
@@ -140,10 +142,18 @@ LOOPS = {
 }
 WHILE = {
     "while_loop": lambda w, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(w * c[1])), (0, y)),
-    "while_loop, in the condition": lambda w, y: lax.while_loop(lambda c: (w * c).sum() + c.sum() < 50, lambda c: c + 1.5, y),
-    "while_loop, carried": lambda w, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1], c[1] * c[2]), (0, w, y)),
-    "while_loop, carry changes": lambda w, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.5), (0, w)),
-    "while_loop, array becomes value": lambda w, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, w * 1.0), (0, y)),
+    "while_loop, in the condition": lambda w, y: lax.while_loop(
+        lambda c: (w * c).sum() + c.sum() < 50, lambda c: c + 1.5, y
+    ),
+    "while_loop, carried": lambda w, y: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1], c[1] * c[2]), (0, w, y)
+    ),
+    "while_loop, carry changes": lambda w, y: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.5), (0, w)
+    ),
+    "while_loop, array becomes value": lambda w, y: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, w * 1.0), (0, y)
+    ),
     "while_loop, value is the condition": lambda w, y: lax.while_loop(lambda w: w.sum() > 1, lambda w: w - 1.0, w),
     "fori_loop, dynamic": lambda w, y: jax.jit(lambda n, y: lax.fori_loop(0, n, lambda i, c: jnp.tanh(w * c), y))(3, y),
 }
@@ -158,29 +168,57 @@ OTHERS = {
     "custom_vmap": batched,
     "vmap of custom_vmap": lambda w, y: jax.vmap(batched, (None, 0))(w, jnp.stack([y, y])),
     "vmap of custom_vmap over the value": lambda w, y: jax.vmap(batched)(w, y),
-    "sequential_vmap": lambda w, y: jax.vmap(jax.custom_batching.sequential_vmap(lambda w, x: w * x), (None, 0))(w, jnp.stack([y, y])),
+    "sequential_vmap": lambda w, y: jax.vmap(jax.custom_batching.sequential_vmap(lambda w, x: w * x), (None, 0))(
+        w, jnp.stack([y, y])
+    ),
     "custom_root": root,
-    "custom_gradient": lambda w, y: jax.grad(lambda y: jax.custom_gradient(lambda y: (w * y, lambda g: 3.0 * g))(y).sum())(y),
+    "custom_gradient": lambda w, y: jax.grad(
+        lambda y: jax.custom_gradient(lambda y: (w * y, lambda g: 3.0 * g))(y).sum()
+    )(y),
     "closure_convert": lambda w, y: (lambda f, c: f(y, *c))(*jax.closure_convert(lambda y: w * y, y)),
     "linear_call": lambda w, y: jax.custom_derivatives.linear_call(lambda r, v: r * v, lambda r, v: r * v, w, y),
     "composite": lambda w, y: lax.composite(lambda w, y: w * y, "my.op")(w, y),
     "traced call": lambda w, y: jax.jit(f).trace(w, y)(w, y),
     "make_jaxpr, evaluated": lambda w, y: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(w, y))(w, y)[0],
-    "shard_map, replicated": lambda w, y: sharded(lambda w, x: w * x, (P(), P("i")), P("i"))(w, jnp.concatenate([y, y])[:2, None]),
+    "shard_map, replicated": lambda w, y: sharded(lambda w, x: w * x, (P(), P("i")), P("i"))(
+        w, jnp.concatenate([y, y])[:2, None]
+    ),
     "shard_map, captured": lambda w, y: sharded(lambda x: w * x, P("i"), P("i"))(jnp.concatenate([y, y])[:2, None]),
     "shard_map, cut": lambda w, y: sharded(lambda w: w * 2, P(None, "i"), P(None, "i"))(w),
-    "shard_map, psum": lambda w, y: sharded(lambda w, x: lax.psum(w * x, "i"), (P(), P("i")), P())(w, jnp.stack([y, y])),
+    "shard_map, psum": lambda w, y: sharded(lambda w, x: lax.psum(w * x, "i"), (P(), P("i")), P())(
+        w, jnp.stack([y, y])
+    ),
     "jit of shard_map": lambda w, y: jax.jit(sharded(lambda w, x: w * x, (P(), P("i")), P("i")))(w, jnp.stack([y, y])),
     "pmap": lambda w, y: jax.pmap(lambda w, x: w * x, in_axes=(None, 0))(w, jnp.stack([y, y])),
     "vmap with psum": lambda w, y: jax.vmap(lambda x: lax.psum(w * x, "b"), axis_name="b")(y),
     "pure_callback": called_back,
     "reference": in_ref,
     "with_sharding_constraint": lambda w, y: lax.with_sharding_constraint(w, jax.NamedSharding(mesh(), P())) * y,
-    "reductions and sorting": lambda w, y: (w.max(0), jnp.sort(w, 0), jnp.argmax(w), jnp.cumsum(w, 1), jnp.linalg.norm(w)),
-    "indexed updates": lambda w, y: (w.at[0].set(1.0), y.at[0].add(w[0]), w[jnp.array([1, 0])], lax.dynamic_slice(w, (1, 0), (1, 2))),
+    "reductions and sorting": lambda w, y: (
+        w.max(0),
+        jnp.sort(w, 0),
+        jnp.argmax(w),
+        jnp.cumsum(w, 1),
+        jnp.linalg.norm(w),
+    ),
+    "indexed updates": lambda w, y: (
+        w.at[0].set(1.0),
+        y.at[0].add(w[0]),
+        w[jnp.array([1, 0])],
+        lax.dynamic_slice(w, (1, 0), (1, 2)),
+    ),
     "select and compare": lambda w, y: (jnp.where(w > y, w, y), w == w, jnp.clip(w, 0, 1), jnp.isfinite(w)),
-    "decompositions": lambda w, y: (jnp.linalg.svd(w, compute_uv=False), jnp.linalg.qr(w)[1] ** 2, jax.scipy.linalg.expm(w.T @ w / 9)),
-    "pad, tile, concatenate": lambda w, y: (jnp.pad(w, 1), jnp.tile(w, (2, 1)), jnp.concatenate([w, y]), jnp.repeat(w, 2, 0)),
+    "decompositions": lambda w, y: (
+        jnp.linalg.svd(w, compute_uv=False),
+        jnp.linalg.qr(w)[1] ** 2,
+        jax.scipy.linalg.expm(w.T @ w / 9),
+    ),
+    "pad, tile, concatenate": lambda w, y: (
+        jnp.pad(w, 1),
+        jnp.tile(w, (2, 1)),
+        jnp.concatenate([w, y]),
+        jnp.repeat(w, 2, 0),
+    ),
     "random": lambda w, y: w + jax.random.normal(jax.random.key(0), w.shape),
 }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import _jax
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
-from ._body import Body, Plan, body_over_leaves, flatten_all
+from ._body import Body, Plan, Slots, body_over_leaves, flatten_all
 
 
 @treatment(CONSTRUCTS, _jax.jit_p)
@@ -15,27 +15,39 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
         return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
+    body = body_over_leaves(params["jaxpr"], Plan(slots), avals)
+    if trace.parent_trace is _jax.eval_trace:
+        call = _callable(body, slots, avals, params)
+        if call is not None:
+            return body.results.build(call(*leaves))
+    consts, new = _rewritten(body, slots, avals, params)
+    return body.results.build(primitive.bind(*consts, *leaves, **new))
+
+
+def _rewritten(
+    body: Body, slots: Slots, avals: Sequence[Any], params: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     jaxpr = params["jaxpr"]
-    body = body_over_leaves(jaxpr, Plan(slots), avals)
     known = not any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts)
     consts, program = ([], body.jaxpr) if known else body.hoisted()  # a jit's own constants must be known
-    new = _jax.jit_params(
+    return consts, _jax.jit_params(
         params,
         program,
         len(consts),
         slots.shaped_alike(jaxpr.in_avals, avals),
         body.results.shaped_alike(jaxpr.out_avals, body.jaxpr.out_avals),
     )
-    call = _callable(body, new) if known and trace.parent_trace is _jax.eval_trace else None
-    return body.results.build(primitive.bind(*consts, *leaves, **new) if call is None else call(*leaves))
 
 
-def _callable(body: Body, params: dict[str, Any]) -> Callable | None:
+def _callable(body: Body, slots: Slots, avals: Sequence[Any], params: dict[str, Any]) -> Callable | None:
     """The program as a `jax.jit` callable: at the top level its calls go through C++, those of `bind` do not."""
-    key = tuple(params[name] for name in ("name", "donated_invars", "keep_unused", "inline"))
-    if key not in body.callables:
-        body.callables[key] = _jax.jit_callable(params)
-    return body.callables[key]
+    key = tuple([x for name, x in params.items() if name != "jaxpr"])
+    try:
+        return body.callables[key]
+    except KeyError:
+        consts, new = _rewritten(body, slots, avals, params)
+        call = body.callables[key] = None if consts else _jax.jit_callable(new)
+        return call
 
 
 @treatment(CONSTRUCTS, _jax.remat_p)
