@@ -246,6 +246,14 @@ def test_a_value_built_from_tracers_inside():
     assert type(mx.wrap(lambda v: Box(jnp.sin(v)))(Box(X)).array) is Box
 
 
+def test_asarray_of_numbers_gives_arrays():
+    """Inside as outside, and in rules."""
+    out = mx.wrap(lambda v: [jnp.asarray(np.ones(2)), jnp.asarray(2.0), jnp.asarray(v)])(Box(X))
+    assert isinstance(out[0], jax.Array)
+    assert isinstance(out[1], jax.Array)
+    assert type(out[2]) is Box
+
+
 def test_nested_wraps():
     """Each call has its own tracers."""
     assert type(mx.wrap(lambda v: mx.wrap(jnp.sin)(v))(Box(X))) is Box

@@ -23,6 +23,7 @@ from jax._src import (
     core,
     custom_batching,
     dtypes,
+    hijax,
     literals,
     pjit,
     shard_map,
@@ -135,6 +136,7 @@ compute_on_p = compute_on.compute_on_p
 xla_metadata_call_p = getattr(xla_metadata, "xla_metadata_call_p", None)  # since 0.12
 eval_jaxpr_p = core.eval_jaxpr_p if MERGED_JAXPRS else eval_jaxpr_module.eval_jaxpr_p
 sharding_constraint_p = pjit.sharding_constraint_p
+call_hi_primitive_p = hijax.call_hi_primitive_p
 device_put_p = primitives.device_put_p
 stack_p = getattr(lax_internal, "stack_p", None)
 custom_jvp_call_p = primitives.custom_jvp_call_p

@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 from . import _jax
 from ._array_value import ArrayValue
 from ._registry import JittedFunction, Rule, registry
-from ._value import OBSERVER, aval_of, flatten, holds_value, is_value, is_value_type, materialize, value_p
+from ._value import OBSERVER, Structure, aval_of, flatten, holds_value, is_value, is_value_type, materialize, value_p
 from .errors import AmbiguousDefaultError, MaterializationError, RecursiveRuleError, RuleResultError
 
 _trace_ctx = _jax.trace_ctx
@@ -39,6 +39,9 @@ def treatment(table: dict[Any, Callable], *primitives: Any) -> Callable[[Callabl
         return function
 
     return decorate
+
+
+_REBUILT = 64  # how many values a trace keeps; it may last as long as the process, under `install`
 
 
 class DispatchTracer(_jax.Tracer):
@@ -63,7 +66,10 @@ class DispatchTracer(_jax.Tracer):
             return None
         if _jax.asked_only_whether():
             return True  # not for the array
-        dense = self.dense()
+        try:
+            dense = self.dense()
+        except MaterializationError:  # whoever asked has another way, or an error of its own
+            return None
         return dense.to_concrete_value() if isinstance(dense, _jax.Tracer) else dense
 
     def __float__(self):
@@ -127,7 +133,7 @@ class DispatchTrace(_jax.Trace):
         tag: That of an enclosing dispatch trace whose tracers are to be taken for this one's; else a new one.
     """
 
-    __slots__ = ("_active", "_arrays", "observer", "parent_trace", "tag")
+    __slots__ = ("_active", "_arrays", "_rebuilt", "observer", "parent_trace", "tag")
 
     def __init__(self, parent: Any, tag: Any = None):
         super().__init__()
@@ -136,6 +142,7 @@ class DispatchTrace(_jax.Trace):
         self.tag = _jax.TraceTag() if tag is None else tag
         self.observer = OBSERVER.get()
         self._active: list[tuple[Rule, Any, Sequence[Any]]] = []  # the rules that run now
+        self._rebuilt: dict[tuple[Any, ...], Any] = {}  # values by structure and the identity of their leaves
         self._arrays: dict[int, tuple[Any, Any]] = {}  # dense arrays by the identity of their values
 
     # -- values in, values out
@@ -208,8 +215,11 @@ class DispatchTrace(_jax.Trace):
     # -- binds
 
     def stage_value(self, val: Any) -> Any:
-        """JAX's identity on staged values: nothing to do here."""
-        return val
+        """Make an array of the parent of what `jax.numpy.asarray` was given."""
+        if self.owns(val):
+            return val
+        with _jax.set_current_trace(self.parent_trace):
+            return self.parent_trace.stage_value(val)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
         """Receive a bind: dispatch if a value takes part in it, else hand it to the parent."""
@@ -265,11 +275,25 @@ class DispatchTrace(_jax.Trace):
 
     def _dispatch(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if primitive is value_p:
-            return self.box(params["structure"].build(operands))
+            return self.box(self._rebuild(params["structure"], operands))
         answered, results = self._ask_rules(primitive, operands, params)
         if not answered:
             results = self._treat(primitive, operands, params)
         return list(map(self.box, results)) if primitive.multiple_results else self.box(results)
+
+    def _rebuild(self, structure: Structure, leaves: Sequence[Any]) -> Any:
+        """Return the value of a `value` bind: the same object for the same leaves, so that it is materialized once.
+
+        A captured value that `jax.numpy` is called with arrives so on each call.
+        """
+        key = (structure, *map(id, leaves))
+        value = self._rebuilt.get(key)
+        if value is None:
+            value = structure.build(leaves)
+            if len(self._rebuilt) == _REBUILT:
+                del self._rebuilt[next(iter(self._rebuilt))]
+            self._rebuilt[key] = value  # holds the leaves, so that their identities stay theirs
+        return value
 
     def _treat(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Give the results of a bind that no rule serves."""

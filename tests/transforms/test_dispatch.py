@@ -254,3 +254,24 @@ def test_linearity_is_found_by_tracing():
             return jnp.diag(self.entries)
 
     assert facts(Diagonal(jnp.ones(3))) == (False, True, False)
+
+
+def test_integer_results_of_a_refusing_value():
+    """A primitive that is an object is dispatched by what it expands to, where no derivative can be lost."""
+
+    class Hidden(mx.ArrayValue):
+        a: jax.Array
+
+        def aval(self):
+            return jax.typeof(self.a)
+
+        def __jax_array__(self):
+            raise TypeError("hidden")
+
+    @mx.register(jax.lax.ne_p)
+    def ne_hidden(x: Hidden, y: jax.typing.ArrayLike):
+        return jax.lax.ne(x.a, y)
+
+    np.testing.assert_array_equal(
+        mx.wrap(lambda v: jnp.nonzero(v, size=2)[0])(Hidden(jnp.array([0.0, 1.0, 2.0]))), [1, 2]
+    )

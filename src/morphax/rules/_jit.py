@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from .. import _jax
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from ._body import Body, Plan, Slots, body_over_leaves, flatten_all
@@ -12,6 +14,7 @@ from ._body import Body, Plan, Slots, body_over_leaves, flatten_all
 def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the jit over the leaves of its operands. One that is inlined anyway is dispatched equation by equation."""
     if _jax.is_inlined(params):
+        operands = [jnp.asarray(x) if isinstance(x, _jax.LITERALS) else x for x in operands]  # as a jit gives arrays
         return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]

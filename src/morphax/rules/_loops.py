@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _jax
-from .._differentiation import stacks
+from .._differentiation import is_leafwise, stacks
 from .._registry import registry
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from .._value import Structure, flatten, is_value
@@ -150,8 +150,12 @@ def while_loop(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], pa
 def _condition(trace: DispatchTrace, jaxpr: Any, operands: Sequence[Any], num_consts: int) -> tuple[Body, Plan]:
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
-    plan = Plan(slots, frozenset([0]))
+    plan = Plan(slots)
     body = body_over_leaves(jaxpr, plan, avals)
+    (structure,) = body.results.structures
+    if structure is not None and not is_leafwise(structure, body.jaxpr.out_avals):
+        plan = Plan(slots, frozenset([0]))
+        body = body_over_leaves(jaxpr, plan, avals)
     seeded = tuple(i for i in body.materialized if i < num_consts)
     if seeded:
         plan = plan._replace(seeded=seeded)
