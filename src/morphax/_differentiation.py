@@ -47,6 +47,8 @@ def meaning(structure: Structure, avals: Sequence[Any]) -> Meaning:
 
 @functools.lru_cache(maxsize=4096)
 def _meaning(structure: Structure, avals: tuple[Any, ...], context: Any) -> Meaning:
+    if not avals:  # nothing to be differentiated in; whether it refuses shows when its array is wanted
+        return Meaning(False, True, False)
     declared = getattr(structure.type, "linear", None) is True
     try:
         dense = dense_jaxpr(structure, avals, context)

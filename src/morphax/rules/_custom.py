@@ -11,6 +11,7 @@ The functions outlive the call, in an equation's parameters. So they hold struct
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
 
 from .. import _jax
@@ -81,11 +82,15 @@ def _is_zero(t: Any) -> bool:
     return isinstance(t, (_jax.SymbolicZero, _jax.Zero))
 
 
+def _instantiated(t: Any) -> Any:
+    return _jax.zeros(t.aval) if _is_zero(t) else t
+
+
 def _tangent(structure: Structure | None, primals: Sequence[Any], tangents: Sequence[Any], symbolic: bool) -> Any:
     """Return what a `custom_jvp` rule is to be given as the tangent of an operand."""
     if structure is None:
         (t,) = tangents
-        return _jax.instantiate(_jax.Zero(t.aval)) if _is_zero(t) and not symbolic else t
+        return t if symbolic else _instantiated(t)
     moving = [t for p, t in zip(primals, tangents, strict=True) if _jax.is_inexact(_jax.typeof(p))]
     unmoved = all(map(_is_zero, moving))
     if unmoved and symbolic:
@@ -107,8 +112,7 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     fun, jvp = params["subfuns"]
     symbolic = params["symbolic_zeros"]
     leaves, slots = flatten_all(trace, operands)
-    if _has_no_tangent(slots, [_jax.typeof(x) for x in leaves]):
-        return trace.call(fun.call_wrapped, operands)
+    avals = [_jax.typeof(x) for x in leaves]
     tag, results = trace.tag, _Results()
 
     def fun_over_leaves(*leaves):
@@ -119,6 +123,10 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     def jvp_over_leaves(*primals_and_tangents):
         _jax.reset_stores(jvp)
         half = len(primals_and_tangents) // 2
+        if _has_no_tangent(slots, avals):  # differentiated through the body of the function
+            tangents = [_instantiated(t) for t in primals_and_tangents[half:]]
+            outs, tangents_out = jax.jvp(fun_over_leaves, primals_and_tangents[:half], tuple(tangents))
+            return [*outs, *tangents_out]
         primals = split(primals_and_tangents[:half], slots.counts)
         tangents = split(primals_and_tangents[half:], slots.counts)
         with subtrace(tag) as inner:
