@@ -36,6 +36,11 @@ class Meaning(NamedTuple):
     identity: bool  # the array is the one leaf
 
 
+def is_declared_linear(structure: Structure) -> bool:
+    """Whether the type says that its array is linear in its floating leaves."""
+    return getattr(structure.type, "linear", None) is True
+
+
 def meaning(structure: Structure, avals: Sequence[Any]) -> Meaning:
     """Say how the array of a value with this structure and leaves of these types depends on the leaves.
 
@@ -49,7 +54,7 @@ def meaning(structure: Structure, avals: Sequence[Any]) -> Meaning:
 def _meaning(structure: Structure, avals: tuple[Any, ...], context: Any) -> Meaning:
     if not avals:  # nothing to be differentiated in; whether it refuses shows when its array is wanted
         return Meaning(False, True, False)
-    declared = getattr(structure.type, "linear", None) is True
+    declared = is_declared_linear(structure)
     try:
         dense = dense_jaxpr(structure, avals, context)
     except MaterializationError:

@@ -275,3 +275,31 @@ def test_integer_results_of_a_refusing_value():
     np.testing.assert_array_equal(
         mx.wrap(lambda v: jnp.nonzero(v, size=2)[0])(Hidden(jnp.array([0.0, 1.0, 2.0]))), [1, 2]
     )
+
+
+def test_a_value_that_refuses_is_differentiated_through_the_body():
+    """Where its tangent is no value of tangents, and its array cannot be asked: the custom rule gives way to the body."""
+
+    class Root(mx.ArrayValue):
+        square: jax.Array
+
+        def aval(self):
+            return jax.typeof(self.square)
+
+        def __jax_array__(self):
+            raise TypeError("refuses")
+
+    @mx.register(jax.lax.tan_p)
+    def tan_root(x: Root, **params):
+        return x.square * 3
+
+    @jax.custom_jvp
+    def custom(x, y):
+        return jax.lax.tan(x) + y
+
+    custom.defjvp(lambda p, t: (custom(*p), 100.0 * t[1]))
+    f = mx.wrap(lambda x, y: custom(x, y).sum())
+    grads = jax.grad(lambda x: f(x, X))(Root(X)), jax.jit(jax.grad(lambda x: f(x, X)))(Root(X))
+    for g in grads:
+        np.testing.assert_allclose(g.square, 3 * jnp.ones_like(X))
+    np.testing.assert_allclose(jax.grad(lambda y: f(Root(X), y))(X), 100 * jnp.ones_like(X))

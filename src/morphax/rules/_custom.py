@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _jax
-from .._differentiation import dense_tangent, leaf_cotangents, meaning, tangent_leaves
+from .._differentiation import dense_tangent, is_declared_linear, leaf_cotangents, meaning, tangent_leaves
 from .._trace import CONSTRUCTS, DispatchTrace, subtrace, treatment
 from .._value import Structure, aval_of, flatten, is_value
 from ..errors import DifferentiationError
@@ -71,11 +71,12 @@ def _dense(trace: DispatchTrace, x: Any) -> Any:
     return trace.dense(x) if is_value(x) else x
 
 
-def _has_no_tangent(slots: Slots, avals: Sequence[Any]) -> bool:
+def _has_no_tangent(structure: Structure | None, avals: Sequence[Any]) -> bool:
     """Whether a value is neither linear in its leaves nor an array that could be differentiated."""
-    groups = split(avals, slots.counts)
-    facts = [meaning(s, group) for s, group in zip(slots.structures, groups, strict=True) if s is not None]
-    return any(f.refuses and not f.linear for f in facts)
+    if structure is None:
+        return False
+    facts = meaning(structure, avals)
+    return facts.refuses and not facts.linear
 
 
 def _is_zero(t: Any) -> bool:
@@ -91,15 +92,17 @@ def _tangent(structure: Structure | None, primals: Sequence[Any], tangents: Sequ
     if structure is None:
         (t,) = tangents
         return t if symbolic else _instantiated(t)
-    moving = [t for p, t in zip(primals, tangents, strict=True) if _jax.is_inexact(_jax.typeof(p))]
-    unmoved = all(map(_is_zero, moving))
-    if unmoved and symbolic:
-        return _jax.SymbolicZero(aval_of(structure.build(primals)).to_tangent_aval())
+    if not _moves(primals, tangents) and not is_declared_linear(structure):
+        zero = aval_of(structure.build(primals)).to_tangent_aval()
+        return _jax.SymbolicZero(zero) if symbolic else _jax.zeros(zero)
     if meaning(structure, [_jax.typeof(p) for p in primals]).linear:
         return structure.build(tangent_leaves(primals, tangents))
-    if unmoved:
-        return _jax.zeros(aval_of(structure.build(primals)).to_tangent_aval())
     return dense_tangent(structure, primals, tangents)
+
+
+def _moves(primals: Sequence[Any], tangents: Sequence[Any]) -> bool:
+    """Whether a value has a tangent: of its integers there is none."""
+    return any(_jax.is_inexact(_jax.typeof(p)) and not _is_zero(t) for p, t in zip(primals, tangents, strict=True))
 
 
 def _wrapped(fun: Any, original: Any) -> Any:
@@ -123,16 +126,15 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     def jvp_over_leaves(*primals_and_tangents):
         _jax.reset_stores(jvp)
         half = len(primals_and_tangents) // 2
-        if _has_no_tangent(slots, avals):  # differentiated through the body of the function
-            tangents = [_instantiated(t) for t in primals_and_tangents[half:]]
-            outs, tangents_out = jax.jvp(fun_over_leaves, primals_and_tangents[:half], tuple(tangents))
-            return [*outs, *tangents_out]
         primals = split(primals_and_tangents[:half], slots.counts)
         tangents = split(primals_and_tangents[half:], slots.counts)
+        parts = list(zip(slots.structures, primals, tangents, split(avals, slots.counts), strict=True))
+        if any(_moves(p, t) and _has_no_tangent(s, types) for s, p, t, types in parts):
+            through_body = tuple(map(_instantiated, primals_and_tangents[half:]))
+            outs, tangents_out = jax.jvp(fun_over_leaves, primals_and_tangents[:half], through_body)
+            return [*outs, *tangents_out]
         with subtrace(tag) as inner:
-            directions = [
-                _tangent(s, p, t, symbolic) for s, p, t in zip(slots.structures, primals, tangents, strict=True)
-            ]
+            directions = [_tangent(s, p, t, symbolic) for s, p, t, _ in parts]
             outs = inner.call(jvp.call_wrapped, [*slots.build(primals_and_tangents[:half]), *directions])
             values, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
             return [*results.flatten(inner, values), *results.tangents(inner, tangents_out)]
@@ -151,7 +153,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     out_trees = params["out_trees"]
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
-    if _has_no_tangent(slots, avals):
+    if any(map(_has_no_tangent, slots.structures, split(avals, slots.counts))):
         return trace.call(fun.call_wrapped, operands)
     tag, results = trace.tag, _Results()
     positions = split(range(len(leaves)), slots.counts)
