@@ -225,9 +225,9 @@ def _pull_back(
     trace: DispatchTrace, ct: Any, structure: Structure | None, leaves: Sequence[Any], avals: Sequence[Any]
 ) -> list[Any]:
     """Return the cotangents of an operand's leaves, given that of its array (None if it is not wanted)."""
-    if structure is None and ct is not None:
-        return [_dense(trace, ct)]
     if _is_zero(ct) or ct is None:
         return [_jax.Zero(a.to_tangent_aval()) for a in avals]
+    if structure is None:
+        return [_dense(trace, ct)]
     found = leaf_cotangents(structure, leaves, avals, ct)
     return [_jax.Zero(a.to_tangent_aval()) if c is None else c for c, a in zip(found, avals, strict=True)]
