@@ -6,7 +6,7 @@ print(mx.explain(model)(weights, x))
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 
@@ -119,6 +119,6 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
                 eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
         finally:
             OBSERVER.reset(token)
-        return Explanation(tuple(Row(*key, count) for key, count in recorder.seen.items()))
+        return Explanation(tuple(Row(*cast(Any, key), count=count) for key, count in recorder.seen.items()))
 
     return explained

@@ -4,6 +4,8 @@ A trace is an extension point that JAX does not publish, so the names below come
 the reason it is needed; the rest of the package imports it from this file and never names a JAX version. Tested on
 JAX 0.10.2 to 0.12.0.1.
 """
+# A name that one of the two versions lacks is unknown to a checker that sees the other.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import inspect
 import os
@@ -203,7 +205,7 @@ def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> 
         debug_info = DebugInfo("morphax", "value", None, None)
     wrapped = wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, list(avals))
-    return jaxpr.with_consts(consts) if MERGED_JAXPRS else core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportAttributeAccessIssue]
+    return jaxpr.with_consts(consts) if MERGED_JAXPRS else core.ClosedJaxpr(jaxpr, consts)
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:

@@ -15,7 +15,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import plum
@@ -191,7 +191,7 @@ class Registry:
         """Yield each rule of a primitive with its signature as text."""
         if primitive in self._rules:
             for method in self._rules[primitive].methods:
-                yield method.implementation, _signature(method.signature)
+                yield cast(Rule, method.implementation), _signature(method.signature)
 
 
 def _resolve(primitive: Any, methods: Sequence[Any], operands: Sequence[Any]) -> Rule | None:
@@ -204,7 +204,7 @@ def _resolve(primitive: Any, methods: Sequence[Any], operands: Sequence[Any]) ->
     for method in candidates:
         resolver.register(method)
     try:
-        return resolver.resolve(tuple(operands)).implementation
+        return cast(Rule, resolver.resolve(tuple(operands)).implementation)
     except plum.AmbiguousLookupError as error:
         rivals = [m.implementation.location for m in error.methods]
         types_ = ", ".join(type(x).__name__ for x in operands)

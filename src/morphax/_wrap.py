@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -79,7 +79,7 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
     kept = namespace.get("_morphax_wrapped") if namespace else None
     if kept is not None and kept.fn is fn:  # (`functools.wraps` copies attributes to other functions)
         return kept
-    wrapped = eqx.module_update_wrapper(Wrapped(fn))
+    wrapped = cast(Wrapped[P, T], eqx.module_update_wrapper(Wrapped(fn)))
     if isinstance(namespace, dict) and not isinstance(fn, eqx.Module):
         try:
             fn._morphax_wrapped = wrapped  # type: ignore[attr-defined]
