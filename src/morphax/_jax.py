@@ -154,6 +154,19 @@ LITERALS = tuple(
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, *LITERALS)
 
 
+_ordinary: dict[Any, bool] = {}  # primitives live as long as their modules
+
+
+def is_ordinary(primitive: Any) -> bool:
+    """Whether a primitive's bind hands it to the trace as it is: it is never high, and has no way of its own."""
+    known = _ordinary.get(primitive)
+    if known is None:
+        own = vars(primitive)
+        known = type(primitive) is Primitive and "bind_with_trace" not in own and "is_high" not in own
+        _ordinary[primitive] = known
+    return known
+
+
 def current_trace() -> Any:
     """Return the trace that receives the next bind (None inside a bind, on JAX 0.12)."""
     return trace_ctx.trace

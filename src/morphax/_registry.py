@@ -172,7 +172,7 @@ class Registry:
         resolver = self._rules.get(primitive)
         if resolver is None:
             return None
-        key = (primitive, *map(_type_key, operands))
+        key = (primitive, *[_type_key(x) if issubclass(type(x), _jax.Tracer) else type(x) for x in operands])
         try:
             return self._chosen[key]
         except KeyError:

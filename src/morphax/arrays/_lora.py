@@ -101,11 +101,11 @@ class LoraArray(mx.ArrayValue):
         return LoraArray(w, a, b, self.alpha, self.frozen)
 
 
-# A LoRA rule splits the operation into operations on the parts, where the other operand's rules find it again: it goes first.
-first = {"precedence": 1}
+# A LoRA rule splits the operation into operations on the parts, where the other operand's rules find it again: it goes first,
+# and of two LoRA weights that of the left one.
 
 
-@mx.register(lax.dot_general_p, **first)
+@mx.register(lax.dot_general_p, precedence=2)
 def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
     """``(w + s b a) y = w y + s b (a y)``."""
     (lc, _), (lb, _) = dimension_numbers
@@ -123,7 +123,7 @@ def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
     return full + x.scaling * lax.dot_general(outer, low, (((rank_axis,), (k,)), (lead, lead)), **params)
 
 
-@mx.register(lax.dot_general_p, **first)
+@mx.register(lax.dot_general_p, precedence=1)
 def dot_general_any_lora(x: Any, y: LoraArray, *, dimension_numbers, **params):
     """``x (w + s b a) = x w + s (x b) a``."""
     (lc, rc), (lb, rb) = dimension_numbers
@@ -141,12 +141,6 @@ def dot_general_any_lora(x: Any, y: LoraArray, *, dimension_numbers, **params):
     rank_last = full.ndim - 1
     low = lax.dot_general(x, inner, dimension_numbers, **_unsharded_along(rank_last, params))
     return full + y.scaling * lax.dot_general(low, outer, (((rank_last,), (rank_axis,)), (lead, lead)), **params)
-
-
-@mx.register(lax.dot_general_p, **first)
-def dot_general_lora_lora(x: LoraArray, y: LoraArray, *, dimension_numbers, **params):
-    """The first weight's parts meet the second weight whole, which has its own rule."""
-    return dot_general_lora_any(x, y, dimension_numbers=dimension_numbers, **params)
 
 
 def _unsharded_along(axis: int, params: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +185,7 @@ def transpose_lora(x: LoraArray, *, permutation):
 @mx.register(lax.gather_p)
 def gather_rows_lora(x: LoraArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, fill_value, **params):
     """Rows of the weight plus rows of ``b`` times ``a``: an embedding lookup."""
-    rows = len(x.shape) == 2 and tuple(slice_sizes) == (1, x.shape[1]) and dimension_numbers.start_index_map == (0,)
+    rows = tuple(slice_sizes) == (1, x.shape[1]) and dimension_numbers.start_index_map == (0,)
     last = jnp.ndim(indices) - 1
     if not rows or dimension_numbers.collapsed_slice_dims != (0,) or dimension_numbers.offset_dims != (last,):
         return NotImplemented
@@ -227,7 +221,8 @@ def neg_lora(x: LoraArray):
 
 @mx.register(lax.convert_element_type_p)
 def convert_lora(x: LoraArray, *, new_dtype, weak_type, sharding):
-    """All parts are converted."""
-    if not jnp.issubdtype(new_dtype, jnp.floating) or weak_type or sharding is not None:
+    """All parts are converted, from one floating type to another."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new_dtype, jnp.floating)
+    if not floating or weak_type or sharding is not None:
         return NotImplemented
     return x.like(x.w.astype(new_dtype), x.a.astype(new_dtype), x.b.astype(new_dtype))

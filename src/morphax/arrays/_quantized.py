@@ -90,6 +90,8 @@ def dot_general_quantized_array(
     x: QuantizedArray, y: ArrayLike, *, dimension_numbers, preferred_element_type, **params
 ):
     """``(q s) y = s (q y)`` where the scale does not vary along what is summed, ``q (s y)`` where it varies only there."""
+    y = jnp.asarray(y)
+    y = jnp.asarray(y)
     (lc, rc), (lb, rb) = dimension_numbers
     free = [i for i in range(x.ndim) if i not in lc and i not in lb]
     common = jnp.promote_types(x.dtype, y.dtype)
@@ -117,6 +119,8 @@ def dot_general_array_quantized(
     x: ArrayLike, y: QuantizedArray, *, dimension_numbers, preferred_element_type, **params
 ):
     """As with the operands exchanged; the free axes of ``x`` come first."""
+    x = jnp.asarray(x)
+    x = jnp.asarray(x)
     (lc, rc), (lb, rb) = dimension_numbers
     free = [j for j in range(y.ndim) if j not in rc and j not in rb]
     common = jnp.promote_types(x.dtype, y.dtype)
