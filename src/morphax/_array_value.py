@@ -130,8 +130,32 @@ def _check_static(value: Any, name: str) -> None:
         ) from error
 
 
+class Shaped:
+    """Shape and dtype of a value, as those of an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return aval_of(self).shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return aval_of(self).dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the array."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field, dataclasses.field))
-class ArrayValue(Operators):
+class ArrayValue(Shaped, Operators):
     """Base of array-ish types: a frozen dataclass and a pytree that stands for an array.
 
     A subclass lists its arrays as annotated fields, and metadata as fields with `field(static=True)`. It defines
@@ -178,26 +202,6 @@ class ArrayValue(Operators):
             register_type(cls)
 
     aval = traced_aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return aval_of(self).shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the array."""
-        return aval_of(self).dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the array."""
-        return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def nbytes(self) -> int:

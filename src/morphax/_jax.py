@@ -92,7 +92,6 @@ Tracer = core.Tracer
 TraceTag = core.TraceTag
 ShapedArray = core.ShapedArray
 Primitive = core.Primitive
-Jaxpr = core.Jaxpr
 trace_ctx = core.trace_ctx  # the current trace: read and set on every bind, where a context manager costs too much
 eval_trace = core.eval_trace
 take_current_trace = core.take_current_trace
@@ -100,7 +99,6 @@ set_current_trace = core.set_current_trace
 ensure_no_leaks = core.ensure_no_leaks
 typeof = core.typeof  # `jax.typeof` is the same function behind one more call
 DebugInfo = core.DebugInfo
-WrappedFun = lu.WrappedFun
 wrap_init = lu.wrap_init
 weakref_lru_cache = util.weakref_lru_cache  # weak on the jaxpr, and keyed by what tracing depends on (mesh, x64, ...)
 trace_context = config.trace_context  # the same key, for caches that are not weak
@@ -123,7 +121,6 @@ jit_p = pjit.jit_p
 add_jaxvals_p = ad_util.add_jaxvals_p
 stop_gradient_p = getattr(ad_util, "stop_gradient_p", None)
 copy_p = lax_internal.copy_p
-copy_to_host_p = getattr(lax_internal, "copy_to_host_p", None)
 optimization_barrier_p = lax_internal.optimization_barrier_p
 pvary_p = core.pvary_p
 xla_metadata_value_p = xla_metadata.xla_metadata_value_p
@@ -272,11 +269,6 @@ def primitives_in(jaxpr: Any) -> Iterator[Any]:
         yield eqn.primitive
         for inner in core.jaxprs_in_params(eqn.params):
             yield from primitives_in(inner)
-
-
-def has_sub_jaxprs(params: dict[str, Any]) -> bool:
-    """Whether the parameters of a bind hold a jaxpr."""
-    return any(True for _ in core.jaxprs_in_params(params))
 
 
 def jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:

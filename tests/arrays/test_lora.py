@@ -57,7 +57,7 @@ def operand(value, rows=5):
 
 def assert_same(got, expected):
     """Results have the same structure, shapes, dtypes and, within rounding, numbers."""
-    got, expected = jax.tree.map(mx.materialize, got, is_leaf=lambda x: isinstance(x, mx.ArrayValue)), expected
+    got = jax.tree.map(mx.materialize, got, is_leaf=lambda x: isinstance(x, mx.ArrayValue))
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
@@ -69,10 +69,6 @@ def assert_same(got, expected):
 
 def rules(f, *args):
     return {row.rule.split()[0] for row in mx.explain(mx.wrap(f))(*args).rows}
-
-
-def jaxpr_of(f, *args):
-    return str(jax.make_jaxpr(f)(*args))
 
 
 # ------------------------------------------------------------------------------------------------ the same numbers
@@ -739,7 +735,8 @@ def test_compiled_gradient_is_that_written_by_hand():
 
     compiled = jax.jit(gradient).lower(value, operand(value)).compile()
     expected = jax.jit(with_factors).lower(value.w, value.a, value.b, operand(value)).compile()
-    assert compiled.cost_analysis()["flops"] == expected.cost_analysis()["flops"]
+    assert compiled.cost_analysis()["flops"] == expected.cost_analysis()["flops"] > 0
+    assert operations(compiled) == operations(expected) != Counter()
 
 
 @pytest.mark.parametrize("kind", VALUES)

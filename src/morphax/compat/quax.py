@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
-import numpy as np
 
-from .._array_value import register_type
+from .._array_value import Shaped, register_type
 from .._operators import Operators
 from .._registry import registry
-from .._value import aval_of, is_value, materialize
+from .._value import is_value, materialize
 from .._wrap import dispatch, wrap
 
 T = TypeVar("T", bound=Callable)
@@ -53,28 +52,8 @@ class Value(Operators, eqx.Module):
     default.__func__.is_no_override = True  # so the dispatch does by itself what this would do
 
 
-class ArrayValue(Value):
+class ArrayValue(Shaped, Value):
     """A `Value` that stands for an array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return aval_of(self).shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the array."""
-        return aval_of(self).dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the array."""
-        return int(np.prod(self.shape, dtype=np.int64))
 
 
 class _Filtered(eqx.Module):
