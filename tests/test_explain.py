@@ -100,3 +100,16 @@ def test_partitioned_values_pass():
         return jnp.sum(mx.wrap(lambda w, x: x @ w.T)(eqx.combine(trainable, frozen), x))
 
     assert not mx.explain(jax.grad(loss))(trainable, frozen, jnp.ones((3, 4))).materialized
+
+
+def test_a_function_that_is_not_for_raw_values():
+    """To `vmap` a raw value is a container; wrapped it is an array."""
+    q = mx.arrays.QuantizedArray.quantize(jnp.ones((3, 6, 4)), axis=-1)
+    found = mx.explain(jax.vmap(lambda w, x: x @ w, (2, 0)))(q, jnp.ones((4, 3)))
+    assert found.rows
+
+
+def test_errors_of_wrapped_functions_are_raised():
+    """They are the user's to see."""
+    with pytest.raises(KeyError):
+        mx.explain(lambda v: mx.wrap(lambda v: {}[v])(1))(Box(X))

@@ -95,6 +95,17 @@ class _Recorder:
         self._add(operation, operands, MATERIALIZED, [])
 
 
+def _dispatches(fn: Callable, args: Any, kwargs: Any, recorder: _Recorder) -> bool:
+    """Call ``fn`` as it is, and say whether it called a wrapped function."""
+    try:
+        eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
+    except Exception:
+        if recorder.calls:
+            raise
+        return False  # it is not for raw values: it may be the function to be wrapped
+    return bool(recorder.calls)
+
+
 def explain(fn: Callable) -> Callable[..., Explanation]:
     """Return a function that says what ``fn`` would dispatch, and what would be made dense.
 
@@ -113,8 +124,7 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         recorder = _Recorder()
         token = OBSERVER.set(recorder)
         try:
-            eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
-            if not recorder.calls:
+            if not _dispatches(fn, args, kwargs, recorder):
                 recorder.seen.clear()
                 eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
         finally:
