@@ -16,6 +16,7 @@ LAYERS = {
     "_array_value": 1,
     "primitives": 2,
     "_registry": 2,
+    "_tracer": 3,
     "_trace": 3,
     "_wrap": 4,
     "_explain": 4,

@@ -11,7 +11,8 @@ import jax.tree_util as jtu
 
 from . import _jax
 from ._operators import dispatch_with
-from ._trace import DispatchTrace, DispatchTracer
+from ._trace import DispatchTrace
+from ._tracer import DispatchTracer
 from ._value import OBSERVER, is_value, is_value_type, lift
 
 P = ParamSpec("P")
