@@ -1,6 +1,6 @@
 """The interpreter: a trace that carries values through a function and asks the registry at every bind.
 
-`DispatchTracer` holds a value. `DispatchTrace` receives each bind: without a value among the operands it goes straight to
+A tracer holds a value. `DispatchTrace` receives each bind: without a value among the operands it goes straight to
 the parent trace, and the parent's array comes back in no tracer. With one, the first of these that has an answer decides:
 a rule, the built-in treatment of JAX's higher-order primitives, the `default` of an operand's type, a simpler primitive
 that the bind can be expressed in; and last, every value becomes an array and the parent binds the primitive.
