@@ -416,6 +416,16 @@ def test_nothing_leaks():
         jax.jit(mx.wrap(jax.jit(lambda v: jax.nn.gelu(v) * 2)))(w)
 
 
+def test_a_leak_is_told():
+    """Under `checking_leaks`, with who holds the tracer; it would be refused wherever it is used."""
+    held = []
+    with (
+        jax.checking_leaks(),
+        pytest.warns(UserWarning, match=r"a tracer outlives the wrapped call that made it: Leaked trace"),
+    ):
+        mx.wrap(lambda v: held.append(v))(Box(X))
+
+
 def test_jax_enable_checks():
     """Jaxprs and tracers type-check."""
     with jax.enable_checks(True):

@@ -96,7 +96,6 @@ trace_ctx = core.trace_ctx  # the current trace: read and set on every bind, whe
 eval_trace = core.eval_trace
 take_current_trace = core.take_current_trace
 set_current_trace = core.set_current_trace
-ensure_no_leaks = core.ensure_no_leaks
 typeof = core.typeof  # `jax.typeof` is the same function behind one more call
 DebugInfo = core.DebugInfo
 wrap_init = lu.wrap_init
@@ -172,6 +171,16 @@ def current_trace() -> Any:
 def checking_leaks() -> bool:
     """Whether `jax.checking_leaks` is on."""
     return config.check_tracer_leaks.value
+
+
+def why_leaked(trace: Any) -> str:
+    """Say which tracers of a trace that has ended are alive and who holds them; empty if none is.
+
+    JAX raises where this is told. A dispatch tracer is refused wherever it is used after its call, so that one which lies
+    about (JAX's own caches keep what a `pmap` captured) does no harm.
+    """
+    tracers = core.maybe_find_leaked_tracers(trace)
+    return str(core.leaked_tracer_error("trace", trace, tracers)) if tracers else ""
 
 
 def register_array_type(cls: type, lift: Callable[[Any], Any], aval: Callable[[Any], Any]) -> None:

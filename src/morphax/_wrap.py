@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -98,8 +99,10 @@ def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         finally:
             trace.invalidate()
         if _jax.checking_leaks():
-            with _jax.ensure_no_leaks(trace):
-                del trace
+            leaked = _jax.why_leaked(trace)
+            del trace
+            if leaked:
+                warnings.warn(f"a tracer outlives the wrapped call that made it: {leaked}", stacklevel=3)
     return out
 
 
