@@ -19,7 +19,7 @@ MEANINGFUL = {
     "window_strides", "y", "sort_eigenvalues", "subset_by_index", "compute_uv", "full_matrices", "algorithm", "pivoting", "use_magma",
     "base_dilation", "window_dilation", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count", "reverse", "weak_type",
     "sharding", "out_sharding", "result_accuracy", "implementation", "compute_left_eigenvectors", "compute_right_eigenvectors",
-    "unique_indices", "indices_are_sorted", "accuracy", "precision", "is_stable", "copy", "recall_target", "pad_type",
+    "unique_indices", "indices_are_sorted", "accuracy", "precision", "is_stable", "copy", "out_dtype", "recall_target", "pad_type",
 }  # fmt: skip
 
 
@@ -27,6 +27,8 @@ def _programs():
     yield from (
         lambda f=f: jax.make_jaxpr(f)(X)
         for f in (
+            lambda x: (x + x) * x - x / x,
+            lambda x: jnp.maximum(x, 1 - x) ** x,
             jnp.sin,
             jnp.exp,
             jnp.tanh,
