@@ -130,8 +130,13 @@ def test_filter_spec_leaves_arguments_as_they_are():
 def test_rules_on_arrays_alone_apply_to_arrays():
     """Their annotations say so."""
 
-    @quax.register(lax.erf_inv_p)
+    @quax.register(lax.bessel_i1e_p)
     def _(x: ArrayLike, **params):
-        return lax.erf_inv(x) + 1
+        return lax.bessel_i1e(x) + 1
 
-    np.testing.assert_allclose(quax.quaxify(lambda x: lax.erf_inv(x))(X / 9), lax.erf_inv(X / 9) + 1, rtol=1e-6)
+    np.testing.assert_allclose(quax.quaxify(lambda x: lax.bessel_i1e(x))(X), lax.bessel_i1e(X) + 1, rtol=1e-6)
+    mx.register(lax.bessel_i1e_p, plain=True, override=True)(_declines)  # rules last as long as the process
+
+
+def _declines(x: ArrayLike, **params):
+    return NotImplemented
