@@ -19,6 +19,7 @@ import jax.extend.core.primitives as primitives
 import numpy as np
 from jax._src import (
     ad_util,
+    api,
     api_util,
     compute_on,
     config,
@@ -212,6 +213,11 @@ def asked_only_whether() -> bool:
     """Whether `to_concrete_value`, which calls this, was called for a yes or no, and not for the value."""
     caller = sys._getframe(2)
     return caller.f_code is core.to_concrete_value.__code__ and caller.f_back.f_code is core.is_concrete.__code__
+
+
+def asked_for_sharding() -> bool:
+    """Whether `to_concrete_value`, which calls this, was called by `device_put` to see where the array lies now."""
+    return sys._getframe(2).f_code is api._infer_src_sharding.__code__
 
 
 def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> Any:

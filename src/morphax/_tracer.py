@@ -29,6 +29,8 @@ class DispatchTracer(_jax.Tracer):
             return None
         if _jax.asked_only_whether():
             return True  # not for the array
+        if _jax.asked_for_sharding():
+            return None  # its leaves lie where they lie
         try:
             dense = self.dense()
         except MaterializationError:  # whoever asked has another way, or an error of its own

@@ -303,3 +303,18 @@ def test_a_value_that_refuses_is_differentiated_through_the_body():
     for g in grads:
         np.testing.assert_allclose(g.square, 3 * jnp.ones_like(X))
     np.testing.assert_allclose(jax.grad(lambda y: f(Root(X), y))(X), 100 * jnp.ones_like(X))
+
+
+def test_device_put_moves_leaves_and_makes_nothing_dense():
+    """JAX asks where the array lies, and is not given one."""
+    moved = mx.wrap(lambda m: jax.device_put(m, jax.devices()[0]))(M)
+    assert type(moved) is Matrix
+    asked = []
+
+    class Counting(Box):
+        def __jax_array__(self):
+            asked.append(1)
+            return self.array
+
+    assert type(mx.wrap(lambda v: jax.device_put(v, jax.devices()[0]))(Counting(X))) is Counting
+    assert not asked
