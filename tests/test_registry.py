@@ -414,6 +414,18 @@ def test_function_rules():
     np.testing.assert_allclose(jnp.linalg.solve(A, jnp.ones(3)), jnp.ones(3) / 2)
 
 
+def test_a_function_rule_returns_what_the_function_returns():
+    """None is told, as for a primitive."""
+    V = make()
+
+    @mx.register(jnp.linalg.inv)
+    def inv_v(a: V):
+        a.a + 1
+
+    with pytest.raises(errors.RuleResultError, match=r"inv` has 1 results, and its rule returned 0: None\."):
+        mx.wrap(jnp.linalg.inv)(V(jnp.eye(2)))
+
+
 def test_naming_a_foreign_class_in_a_rule_registers_it():
     """So it lifts when it is captured."""
 

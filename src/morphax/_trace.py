@@ -244,7 +244,13 @@ class DispatchTrace(_jax.Trace):
             if function is not None:
                 answered, result = self._ask(function, operands, {})
                 if answered:
-                    return True, jtu.tree_leaves(result, is_leaf=is_value)
+                    results = jtu.tree_leaves(result, is_leaf=is_value)
+                    if len(results) != len(params["jaxpr"].out_avals):
+                        raise RuleResultError(
+                            f"`{function}` has {len(params['jaxpr'].out_avals)} results, and its rule returned "
+                            f"{len(results)}{': None' if result is None else ''}. Return what the function returns."
+                        )
+                    return True, results
         return self._ask(primitive, operands, params)
 
     def _ask(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> tuple[bool, Any]:
