@@ -6,6 +6,7 @@ a rule, the built-in treatment of JAX's higher-order primitives, the `default` o
 that the bind can be expressed in; and last, every value becomes an array and the parent binds the primitive.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ def treatment(table: dict[Any, Callable], *primitives: Any) -> Callable[[Callabl
     return decorate
 
 
-_REBUILT = 64  # how many values a trace keeps; it may last as long as the process, under `install`
+_REBUILT = 64  # how many values a trace keeps that lasts for long (under `install`, or in a wrapped training loop)
 
 
 class DispatchTrace(_jax.Trace):
@@ -51,18 +52,24 @@ class DispatchTrace(_jax.Trace):
     Args:
         parent: The trace that what is plain goes to.
         tag: That of an enclosing dispatch trace whose tracers are to be taken for this one's; else a new one.
+        keeps: How many values that arrive as leaves are kept, to be the same object when they arrive again.
+        densify: How a value becomes an array in the parent: `materialize`, or `lift`, which leaves it to a dispatch around.
     """
 
-    __slots__ = ("_active", "_arrays", "_rebuilt", "observer", "parent_trace", "tag")
+    __slots__ = ("_active", "_arrays", "_densify", "_keeps", "_rebuilt", "observer", "parent_trace", "tag")
 
-    def __init__(self, parent: Any, tag: Any = None):
+    def __init__(
+        self, parent: Any, tag: Any = None, keeps: int = _REBUILT, densify: Callable[[Any], Any] = materialize
+    ):
         super().__init__()
         self.requires_low = False  # else hijax primitives lose their derivative rules before they are seen
         self.parent_trace = parent
         self.tag = _jax.TraceTag() if tag is None else tag
         self.observer = OBSERVER.get()
         self._active: list[tuple[Rule, Any, Sequence[Any]]] = []  # the rules that run now
-        self._rebuilt: dict[tuple[Any, ...], Any] = {}  # values by structure and the identity of their leaves
+        self._densify = densify
+        self._keeps = keeps
+        self._rebuilt: dict[tuple[Any, ...], tuple[Any, Sequence[Any]]] = {}  # by structure and the leaves' identities
         self._arrays: dict[int, tuple[Any, Any]] = {}  # dense arrays by the identity of their values
 
     # -- values in, values out
@@ -112,8 +119,12 @@ class DispatchTrace(_jax.Trace):
         held = self._arrays.get(id(value))
         if held is not None:
             return held[1]
-        with _jax.set_current_trace(self if holds_value(value) else self.parent_trace):
-            array = materialize(value)
+        if holds_value(value):
+            with _jax.set_current_trace(self):
+                array = materialize(value)
+        else:
+            with _jax.set_current_trace(self.parent_trace):
+                array = self._densify(value)
         key, arrays = id(value), self._arrays
         try:
             guard: Any = weakref.ref(value, lambda _: arrays.pop(key, None))
@@ -122,13 +133,28 @@ class DispatchTrace(_jax.Trace):
         arrays[key] = (guard, array)
         return array
 
+    def rebuild(self, structure: Structure, leaves: Sequence[Any]) -> Any:
+        """Return the value with these leaves: the same object for the same leaves, so that it is materialized once.
+
+        A captured value that `jax.numpy` is called with arrives so on each call.
+        """
+        key = (structure, *map(id, leaves))
+        kept = self._rebuilt.get(key)
+        if kept is None:
+            if len(self._rebuilt) == self._keeps:
+                del self._rebuilt[next(iter(self._rebuilt))]
+            kept = self._rebuilt[key] = structure.build(leaves), leaves  # so that the identities stay theirs
+        return kept[0]
+
     def seed(self, value: Any, array: Any) -> None:
         """Tell the array that a value stands for, which was computed elsewhere."""
         self._arrays[id(value)] = (value, array)
 
-    def has_array(self, value: Any) -> bool:
-        """Whether the array that a value stands for was asked for here."""
-        return id(value) in self._arrays
+    def materialized(self) -> Iterator[tuple[Structure, Sequence[Any]]]:
+        """Yield structure and leaves of the values that arrived as leaves and were made dense here."""
+        for (structure, *_), (value, leaves) in self._rebuilt.items():
+            if id(value) in self._arrays:
+                yield structure, leaves
 
     def call(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
         """Call a flat function on values and arrays, dispatching. The parent must be current."""
@@ -209,25 +235,11 @@ class DispatchTrace(_jax.Trace):
 
     def _dispatch(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if primitive is value_p:
-            return self.box(self._rebuild(params["structure"], operands))
+            return self.box(self.rebuild(params["structure"], operands))
         answered, results = self._ask_rules(primitive, operands, params)
         if not answered:
             results = self._treat(primitive, operands, params)
         return list(map(self.box, results)) if primitive.multiple_results else self.box(results)
-
-    def _rebuild(self, structure: Structure, leaves: Sequence[Any]) -> Any:
-        """Return the value of a `value` bind: the same object for the same leaves, so that it is materialized once.
-
-        A captured value that `jax.numpy` is called with arrives so on each call.
-        """
-        key = (structure, *map(id, leaves))
-        value = self._rebuilt.get(key)
-        if value is None:
-            value = structure.build(leaves)
-            if len(self._rebuilt) == _REBUILT:
-                del self._rebuilt[next(iter(self._rebuilt))]
-            self._rebuilt[key] = value  # holds the leaves, so that their identities stay theirs
-        return value
 
     def _treat(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Give the results of a bind that no rule serves."""
@@ -394,7 +406,7 @@ def _checked(result: Any, rule: Rule, primitive: Any) -> Any:
 def subtrace(tag: Any = None) -> Iterator[DispatchTrace]:
     """Dispatch over the trace that is current, as part of the transformation with this tag."""
     with _jax.take_current_trace() as parent:
-        trace = DispatchTrace(parent, tag)
+        trace = DispatchTrace(parent, tag, sys.maxsize)
         try:
             with _jax.set_current_trace(parent):
                 yield trace

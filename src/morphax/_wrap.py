@@ -14,7 +14,7 @@ from . import _jax
 from ._operators import dispatch_with
 from ._trace import DispatchTrace
 from ._tracer import DispatchTracer
-from ._value import OBSERVER, is_value, is_value_type, lift
+from ._value import OBSERVER, is_value, is_value_type, lift, materialize
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,10 +90,10 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
     return wrapped
 
 
-def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call ``fn`` under a dispatching trace."""
+def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:
+    """Call ``fn`` under a dispatching trace, made with these options."""
     with _jax.take_current_trace() as parent:
-        trace = DispatchTrace(parent)
+        trace = DispatchTrace(parent, **options)
         try:
             out = _run(trace, fn, args, kwargs)
         finally:
@@ -189,7 +189,8 @@ def _operate(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run an operator or method of a value: in the current dispatch, or in one of its own, which gives the value back."""
     trace = _jax.current_trace()
     if not isinstance(trace, DispatchTrace):
-        return dispatch(function, args, kwargs)
+        # It may be part of a program that is traced inside a wrapped function, which is to see what becomes dense.
+        return dispatch(function, args, kwargs, densify=materialize if trace is _jax.eval_trace else lift)
     args, kwargs = jtu.tree_map(asarray, (args, kwargs), is_leaf=is_value)
     return function(*args, **kwargs)
 

@@ -73,19 +73,31 @@ def flatten_all(trace: DispatchTrace, operands: Sequence[Any]) -> tuple[list[Any
     return leaves, Slots(tuple(structures))
 
 
+class Seed(NamedTuple):
+    """A value among the inputs of a sub-program: an operand, or one that the program captured and that arrives as leaves.
+
+    Attributes:
+        structure: Its structure.
+        positions: Where its leaves are among the leaves of all operands.
+    """
+
+    structure: Structure
+    positions: tuple[int, ...]
+
+
 class Plan(NamedTuple):
     """What a sub-program over leaves depends on, besides the jaxpr, the types of the leaves and the rules.
 
     Attributes:
         slots: How the operands lie.
         dense: The results that have to be arrays.
-        seeded: The operands whose dense arrays come in beside them, as leading inputs, so that the body need not compute them.
+        seeded: The values whose dense arrays come in beside them, as leading inputs, so that the body need not compute them.
         around: Called with the body's function and its operands; by default the function is applied to the operands.
     """
 
     slots: Slots
     dense: frozenset[int] = frozenset()
-    seeded: tuple[int, ...] = ()
+    seeded: tuple[Seed, ...] = ()
     around: Callable[[Callable, list[Any]], list[Any]] | None = None
 
 
@@ -96,13 +108,13 @@ class Body:
     Attributes:
         jaxpr: The closed jaxpr.
         results: How its results lie.
-        materialized: The operands that it makes dense.
+        materialized: The values that it makes dense, though they could be before it.
         callables: `jax.jit` callables of the program, by their parameters.
     """
 
     jaxpr: Any
     results: Slots
-    materialized: tuple[int, ...]
+    materialized: tuple[Seed, ...]
     callables: dict[Any, Any] = field(default_factory=dict)
 
     def hoisted(self) -> tuple[list[Any], Any]:
@@ -130,37 +142,71 @@ def _kept(jaxpr: Any, plan: Plan, avals: tuple[Any, ...], version: int) -> Body 
 
 
 def _retrace(jaxpr: Any, plan: Plan, avals: tuple[Any, ...]) -> Body:
-    found: list[tuple[Slots, tuple[int, ...]]] = []
+    found: list[tuple[Slots, tuple[Seed, ...]]] = []
     fun = _jax.eval_jaxpr(jaxpr)
     if plan.around is not None:
         fun = _around(plan.around, fun)
 
     def over_leaves(*leaves):
         seeds, leaves = leaves[: len(plan.seeded)], leaves[len(plan.seeded) :]
-        operands = plan.slots.build(leaves)
         with subtrace() as trace:
-            for i, array in zip(plan.seeded, seeds, strict=True):
-                trace.seed(operands[i], array)
+            groups = zip(plan.slots.structures, split(leaves, plan.slots.counts), strict=True)
+            operands = [x[0] if s is None else trace.rebuild(s, x) for s, x in groups]
+            for seed, array in zip(plan.seeded, seeds, strict=True):
+                trace.seed(trace.rebuild(seed.structure, [leaves[i] for i in seed.positions]), array)
             outs = trace.call(fun, operands)
             outs = [trace.dense(x) if i in plan.dense and is_value(x) else x for i, x in enumerate(outs)]
             flat, results = flatten_all(trace, outs)
-            found.append((results, tuple(i for i, x in enumerate(operands) if trace.has_array(x))))
+            found.append((results, _materialized(trace, leaves)))
         return flat
 
     retraced = _jax.trace_jaxpr(over_leaves, avals, _jax.debug_info_of(jaxpr))
     return Body(retraced, *found[0])
 
 
+def _materialized(trace: DispatchTrace, leaves: Sequence[Any]) -> tuple[Seed, ...]:
+    """The values that were made dense and consist of the program's inputs."""
+    position = {id(x): i for i, x in enumerate(leaves)}
+    return tuple(
+        Seed(structure, tuple(position[id(x)] for x in parts))
+        for structure, parts in trace.materialized()
+        if all(id(x) in position for x in parts)
+    )
+
+
 def _around(around: Callable, fun: Callable) -> Callable:
     return lambda *operands: around(fun, list(operands))
+
+
+def seeded(
+    trace: DispatchTrace, jaxpr: Any, plan: Plan, body: Body, operands: Sequence[Any], num_fixed: int
+) -> tuple[Body, list[Any]]:
+    """Make dense beforehand what a sub-program would make dense itself, of what its first ``num_fixed`` operands hold.
+
+    Returns:
+        The program that takes these arrays as leading inputs, and the arrays.
+    """
+    leaves, slots = flatten_all(trace, operands)
+    fixed = sum(slots.counts[:num_fixed])
+    seeds = tuple(seed for seed in body.materialized if all(i < fixed for i in seed.positions))
+    if not seeds:
+        return body, []
+    positions = split(range(len(leaves)), slots.counts)
+    given = {(s, tuple(group)): x for s, group, x in zip(slots.structures, positions, operands, strict=True)}
+    arrays = [
+        trace.dense(given[seed] if seed in given else trace.rebuild(seed.structure, [leaves[i] for i in seed.positions]))
+        for seed in seeds
+    ]
+    avals = body.jaxpr.in_avals
+    return body_over_leaves(jaxpr, plan._replace(seeded=seeds), [*map(_jax.typeof, arrays), *avals]), arrays
 
 
 class Settled(NamedTuple):
     """A loop body whose carry comes out as it went in."""
 
     body: Body
+    seeds: list[Any]  # arrays that it takes before all other operands
     operands: list[Any]
-    plan: Plan
 
 
 def settle(
@@ -185,7 +231,7 @@ def settle(
         jaxpr: The closed body. Its first results are the carry.
         operands: Its operands.
         carry: The positions of the carry among them.
-        consts: The positions of what does not change from one iteration to the next.
+        consts: The positions of what does not change from one iteration to the next: the first operands.
         types_of: Gives the types of the body's leaves, from the leaves and slots of the operands.
         around: See `Plan`.
         must_be_dense: Gives the results that have to be arrays for another reason.
@@ -205,11 +251,7 @@ def settle(
             if is_value(x):
                 operands[carry[i]] = _dense_slot(trace, construct, i, x, body.results.structures[i])
         dense = wanted
-    seeded = tuple(i for i in body.materialized if i in consts)
-    if seeded:
-        plan = plan._replace(seeded=seeded)
-        body = body_over_leaves(jaxpr, plan, [*(_jax.typeof(trace.dense(operands[i])) for i in seeded), *avals])
-    return Settled(body, operands, plan)
+    return Settled(*seeded(trace, jaxpr, plan, body, operands, len(consts)), operands)
 
 
 def _settling(trace: DispatchTrace, construct: Any, jaxpr: Any, plan: Plan, avals: Sequence[Any]) -> Body:

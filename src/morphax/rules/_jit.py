@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
-from ._body import Body, Plan, Slots, body_over_leaves, flatten_all
+from ._body import Body, Plan, Slots, body_over_leaves, flatten_all, seeded
 
 
 @treatment(CONSTRUCTS, _jax.jit_p)
@@ -19,16 +19,20 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
     body = body_over_leaves(params["jaxpr"], Plan(slots), avals)
+    seeds: list[Any] = []
     if trace.parent_trace is _jax.eval_trace:
         call = _callable(body, slots, avals, params)
         if call is not None:
             return body.results.build(call(*leaves))
-    consts, new = _rewritten(body, slots, avals, params)
-    return body.results.build(primitive.bind(*consts, *leaves, **new))
+    elif not any(params["donated_invars"]):
+        # Part of a larger program, where it may be in a loop, or called again: what it makes dense is made so before it.
+        body, seeds = seeded(trace, params["jaxpr"], Plan(slots), body, operands, len(operands))
+    consts, new = _rewritten(body, slots, avals, params, len(seeds))
+    return body.results.build(primitive.bind(*consts, *seeds, *leaves, **new))
 
 
 def _rewritten(
-    body: Body, slots: Slots, avals: Sequence[Any], params: dict[str, Any]
+    body: Body, slots: Slots, avals: Sequence[Any], params: dict[str, Any], num_seeds: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
     jaxpr = params["jaxpr"]
     known = not any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts)
@@ -36,7 +40,7 @@ def _rewritten(
     return consts, _jax.jit_params(
         params,
         program,
-        len(consts),
+        len(consts) + num_seeds,
         slots.shaped_alike(jaxpr.in_avals, avals),
         body.results.shaped_alike(jaxpr.out_avals, body.jaxpr.out_avals),
     )

@@ -11,7 +11,7 @@ from .._differentiation import is_leafwise, stacks
 from .._registry import registry
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from .._value import Structure, flatten, is_value
-from ._body import Body, Plan, Slots, body_over_leaves, flatten_all, settle, split
+from ._body import Body, Plan, Slots, body_over_leaves, flatten_all, seeded, settle, split
 
 
 class _Slicing(NamedTuple):
@@ -88,13 +88,13 @@ def scan(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: 
             if i >= num_carry and s is not None and not _stacks_by_leaf(s, group, length)
         )
 
-    body, everything, plan = settle(
+    body, seeds, everything = settle(
         trace, primitive, params["jaxpr"], everything, range(fixed, fixed + num_carry), range(fixed), types_of, around,
         ys_that_do_not_stack,
     )  # fmt: skip
     leaves, slots = flatten_all(trace, everything)
     hoisted, jaxpr = body.hoisted()
-    extra = [*hoisted, *(trace.dense(everything[i]) for i in plan.seeded)]
+    extra = [*hoisted, *seeds]
     counts = slots.counts
     new = _jax.scan_params(
         params,
@@ -126,17 +126,17 @@ def while_loop(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], pa
     def types_of(leaves: Sequence[Any], slots: Slots) -> list[Any]:
         return [_jax.typeof(x) for x in leaves]
 
-    body, rest, body_plan = settle(
+    body, body_seeds, rest = settle(
         trace, primitive, params["body_jaxpr"], rest, range(m, len(rest)), range(m), types_of
     )
-    cond, cond_plan = _condition(trace, params["cond_jaxpr"], [*cond_consts, *rest[m:]], n)
+    cond, cond_seeds = _condition(trace, params["cond_jaxpr"], [*cond_consts, *rest[m:]], n)
     cond_hoisted, cond_jaxpr = cond.hoisted()
     body_hoisted, body_jaxpr = body.hoisted()
     cond_leaves, _ = flatten_all(trace, cond_consts)
     body_leaves, _ = flatten_all(trace, rest[:m])
     carry_leaves, _ = flatten_all(trace, rest[m:])
-    before_cond = [*cond_hoisted, *(trace.dense(cond_consts[i]) for i in cond_plan.seeded), *cond_leaves]
-    before_body = [*body_hoisted, *(trace.dense(rest[i]) for i in body_plan.seeded), *body_leaves]
+    before_cond = [*cond_hoisted, *cond_seeds, *cond_leaves]
+    before_body = [*body_hoisted, *body_seeds, *body_leaves]
     new = dict(
         params,
         cond_jaxpr=cond_jaxpr,
@@ -147,7 +147,7 @@ def while_loop(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], pa
     return body.results.build(primitive.bind(*before_cond, *before_body, *carry_leaves, **new))
 
 
-def _condition(trace: DispatchTrace, jaxpr: Any, operands: Sequence[Any], num_consts: int) -> tuple[Body, Plan]:
+def _condition(trace: DispatchTrace, jaxpr: Any, operands: Sequence[Any], num_consts: int) -> tuple[Body, list[Any]]:
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
     plan = Plan(slots)
@@ -156,8 +156,4 @@ def _condition(trace: DispatchTrace, jaxpr: Any, operands: Sequence[Any], num_co
     if structure is not None and not is_leafwise(structure, body.jaxpr.out_avals):
         plan = Plan(slots, frozenset([0]))
         body = body_over_leaves(jaxpr, plan, avals)
-    seeded = tuple(i for i in body.materialized if i < num_consts)
-    if seeded:
-        plan = plan._replace(seeded=seeded)
-        body = body_over_leaves(jaxpr, plan, [*(_jax.typeof(trace.dense(operands[i])) for i in seeded), *avals])
-    return body, plan
+    return seeded(trace, jaxpr, plan, body, operands, num_consts)

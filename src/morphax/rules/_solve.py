@@ -6,7 +6,7 @@ from typing import Any
 from .. import _jax
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
 from .._value import is_value
-from ._body import Plan, body_over_leaves, flatten_all, split
+from ._body import Plan, body_over_leaves, flatten_all, seeded, split
 
 
 @treatment(CONSTRUCTS, _jax.linear_solve_p)
@@ -31,13 +31,9 @@ def custom_linear_solve(
         avals = [_jax.typeof(x) for x in leaves]
         plan = Plan(slots.extended(len(vectors)), frozenset(range(len(jaxpr.out_avals))))
         body = body_over_leaves(jaxpr, plan, [*avals, *vectors])
-        if body.materialized:  # once, before the iterations
-            plan = plan._replace(seeded=body.materialized)
-            seeds = [trace.dense(group[i]) for i in plan.seeded]
-            body = body_over_leaves(jaxpr, plan, [*map(_jax.typeof, seeds), *avals, *vectors])
-            leaves = [*seeds, *leaves]
+        body, seeds = seeded(trace, jaxpr, plan, body, [*group, *vectors], len(group))  # once, before the iterations
         hoisted, program = body.hoisted()
         programs.append(program)
-        consts.append([*hoisted, *leaves])
+        consts.append([*hoisted, *seeds, *leaves])
     new = dict(params, jaxprs=type(jaxprs)(*programs), const_lengths=type(lengths)(*map(len, consts)))
     return list(primitive.bind(*(x for group in consts for x in group), *rhs, **new))
