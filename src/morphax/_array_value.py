@@ -169,6 +169,8 @@ class ArrayValue(Shaped, Operators):
     * ``cotangent(self, ct)``: for a linear type, a value of the cotangents of its leaves.
     * ``take_leading(self, i)`` and ``add_leading(self, n)``: the slice at a (traced) index along the leading axis, and the value
       that leaves stacked ``n`` times along a new one stand for; for loops over values whose leaves do not show it.
+    * ``from_array(array, like)``, a static method: the value that an array stands for beside ``like``, whose leaves tell only
+      their types; for an array that a loop turns into a value (a zero that becomes a length).
     * ``default(primitive, operands, params)``, a static method: what to do where no rule fits.
     """
 

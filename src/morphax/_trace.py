@@ -216,7 +216,7 @@ class DispatchTrace(_jax.Trace):
     def _process_call(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
         """Treat a call whose functions are opaque: they may have captured anything, so it never goes past the dispatch."""
         with _jax.set_current_trace(self.parent_trace):
-            results = CONSTRUCTS[primitive](self, primitive, list(map(self.unbox, args)), params)
+            results = self._apply(CONSTRUCTS[primitive], primitive, list(map(self.unbox, args)), params)
             return results.map(self.box) if hasattr(results, "map") else list(map(self.box, results))
 
     def bind_parent(self, primitive: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -245,10 +245,18 @@ class DispatchTrace(_jax.Trace):
         """Give the results of a bind that no rule serves."""
         for treatment in (CONSTRUCTS.get(primitive), _ask_default, FALLBACKS.get(primitive)):
             if treatment is not None:
-                results = treatment(self, primitive, operands, params)
+                results = self._apply(treatment, primitive, operands, params)
                 if results is not NotImplemented:
                     return results
         return self.bind_dense(primitive, operands, params)
+
+    def _apply(self, treatment: Callable, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        try:
+            return treatment(self, primitive, operands, params)
+        except MaterializationError as error:
+            if error.located:
+                raise
+            raise refusal(primitive, operands, error) from (error.__cause__ or error)
 
     def _ask_rules(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> tuple[bool, Any]:
         if registry.functions and primitive is _jax.jit_p:
@@ -309,14 +317,21 @@ class DispatchTrace(_jax.Trace):
 
 
 def refusal(primitive: Any, operands: Sequence[Any], error: MaterializationError) -> MaterializationError:
-    """The error of an operation that has no rule for a value which will not become an array."""
-    arguments = [f"x{i}: {type(x).__name__ if is_value(x) else 'ArrayLike'}" for i, x in enumerate(operands)]
-    return MaterializationError(
-        f"`{primitive}` of ({_types(operands)}) has no rule, so its values had to become arrays, and one refuses: {error}\n"
-        f"At {_jax.user_line()}.\n"
-        f"Write a rule: `@morphax.register({_spelling(primitive)})` with "
-        f"`def {primitive}_rule({', '.join(arguments)}, **params)`."
+    """The error of an operation that needs the array of a value which will not become one."""
+    if primitive in CONSTRUCTS:
+        needs, advice = "needs one of its operands as an array, and it", ""
+    else:
+        arguments = [f"x{i}: {type(x).__name__ if is_value(x) else 'ArrayLike'}" for i, x in enumerate(operands)]
+        needs = "has no rule, so its values had to become arrays, and one"
+        advice = (
+            f"\nWrite a rule: `@morphax.register({_spelling(primitive)})` with "
+            f"`def {primitive}_rule({', '.join(arguments)}, **params)`."
+        )
+    located = MaterializationError(
+        f"`{primitive}` of ({_types(operands)}) {needs} refuses: {error}\nAt {_jax.user_line()}.{advice}"
     )
+    located.located = True
+    return located
 
 
 def _spelling(primitive: Any) -> str:

@@ -9,7 +9,12 @@ class MaterializationError(MorphaxError):
     """A value had to become an array and could not.
 
     Not a `TypeError`: JAX replaces the message of a `TypeError` that is raised while it looks at an operand.
+
+    Attributes:
+        located: Whether the message names the operation and the user's line.
     """
+
+    located = False
 
 
 class RegistrationError(MorphaxError, TypeError):

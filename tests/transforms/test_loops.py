@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 import morphax as mx
-from morphax import errors
+from morphax import _jax, errors
 
-from ..values import Box, Full, Metre, Pair, Product, X
+from ..values import Box, Exp, Full, Metre, Pair, Product, X
 
 
 def test_an_unchanged_carry_keeps_its_type():
@@ -70,6 +70,43 @@ def test_an_array_that_becomes_a_unit_is_an_error():
         errors.StructureError, match="has to be an array, since it does not leave the body as it entered it"
     ):
         mx.wrap(lambda v: lax.fori_loop(0, 3, lambda i, c: v * 1.0, X))(Metre(X))
+
+
+class Litre(mx.ArrayValue):
+    """A volume; an array that has to be one is read in its unit."""
+
+    array: jax.Array
+    unit: str = mx.field(static=True)
+
+    def aval(self):
+        return jax.typeof(self.array)
+
+    def __jax_array__(self):
+        raise TypeError("the unit would be lost")
+
+    @staticmethod
+    def from_array(array, like):
+        return Litre(array.astype(like.array.dtype), like.unit)
+
+
+@mx.register(lax.mul_p)
+def mul_litre_any(x: Litre, y: jax.typing.ArrayLike):
+    return Litre(lax.mul(x.array, y), x.unit)
+
+
+def test_an_array_that_becomes_a_value_may_enter_as_one():
+    """`from_array` says how, and is told what the value will be."""
+    v = Litre(X, "l")
+    for loop in (
+        lambda v: lax.fori_loop(0, 3, lambda i, c: v * 2.0, X),
+        lambda v: lax.scan(lambda c, _: (v * 2.0, None), X, None, 3)[0],
+        lambda v: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, v * 2.0), (0, X))[1],
+    ):
+        got = mx.wrap(loop)(v)
+        assert (type(got), got.unit) == (Litre, "l")
+        np.testing.assert_array_equal(got.array, X * 2)
+    unmoved = mx.wrap(lambda v: lax.fori_loop(0, 0, lambda i, c: v * 2.0, X))(v)
+    np.testing.assert_array_equal(unmoved.array, X)
 
 
 def test_branches_that_cannot_be_settled_are_an_error():
@@ -182,3 +219,41 @@ def test_vmap_over_a_value_whose_shape_is_metadata():
     """It is batched as the array that it stands for."""
     out = mx.wrap(jax.vmap(lambda c, x: c + x))(Full(jnp.float32(5), (3, 2)), X)
     np.testing.assert_allclose(out, 5 + X)
+
+
+NORM = jax.jit(lambda w: jnp.sqrt((w * w).sum()))
+
+
+@pytest.mark.parametrize(
+    "captures",
+    [
+        lambda w, y: mx.wrap(lambda w, y: _loop(w, y))(w, y),
+        lambda w, y: mx.wrap(lambda y: _loop(w, y))(y),
+        lambda w, y: mx.wrap(lambda y: jax.jit(lambda y: _loop(w, y))(y))(y),
+    ],
+    ids=["an argument", "captured", "captured in a jit"],
+)
+def test_what_a_loop_makes_dense_is_made_dense_once_before_it(captures):
+    """In an operator, and in a jitted function, of an argument or a captured value; forward and in the gradient."""
+
+    def exponentials(f, *args):
+        program = jax.make_jaxpr(f)(*args)
+        loops = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+        return str(program).count(" exp "), sum(str(eqn.params).count(" exp ") for eqn in loops)
+
+    w, y = Exp(X[:2]), X[0]
+    assert exponentials(captures, w, y) == (1, 0)
+    assert exponentials(lambda y: captures(w, y), y) == (1, 0)
+    assert exponentials(jax.grad(lambda y: captures(w, y).sum()), y) == (1, 0)
+    np.testing.assert_allclose(captures(w, y), _loop(jnp.exp(X[:2]), y), rtol=1e-5)
+
+
+def equations(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in _jax.jaxprs_in(eqn.params):
+            yield from equations(inner)
+
+
+def _loop(w, y):
+    return lax.scan(lambda c, _: (jnp.tanh(NORM(w) + w @ c), None), y, None, 4)[0]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+
 from .. import _jax
 from .._registry import registry
 from .._trace import DispatchTrace, subtrace
@@ -194,7 +196,9 @@ def seeded(
     positions = split(range(len(leaves)), slots.counts)
     given = {(s, tuple(group)): x for s, group, x in zip(slots.structures, positions, operands, strict=True)}
     arrays = [
-        trace.dense(given[seed] if seed in given else trace.rebuild(seed.structure, [leaves[i] for i in seed.positions]))
+        trace.dense(
+            given[seed] if seed in given else trace.rebuild(seed.structure, [leaves[i] for i in seed.positions])
+        )
         for seed in seeds
     ]
     avals = body.jaxpr.in_avals
@@ -223,6 +227,7 @@ def settle(
     """Find the form in which a loop's carry enters and leaves its body alike.
 
     A slot whose structure or leaves change is made dense, on the way in, in the body and on the way out; the others stay.
+    An array that becomes a value whose type can be made of an array (`from_array`) enters as such a value.
     Each pass settles at least one slot. Constants that the body makes dense are made dense once, before the loop.
 
     Args:
@@ -243,6 +248,8 @@ def settle(
         plan = Plan(slots, dense, (), around)
         body = _settling(trace, construct, jaxpr, plan, avals)
         clashes = _clashes(body, slots, avals, carry) - dense
+        if _adopt(body, operands, carry, clashes):
+            continue
         wanted = dense | clashes | must_be_dense(body)
         if wanted == dense:
             break
@@ -276,6 +283,20 @@ def _clashes(body: Body, slots: Slots, avals: Sequence[Any], carry: range) -> fr
         if slots.structures[position] != body.results.structures[i]
         or (slots.structures[position] is not None and not all(map(_jax.same_type, entered[position], left[i])))
     )
+
+
+def _adopt(body: Body, operands: list[Any], carry: range, clashes: frozenset[int]) -> bool:
+    """Turn arrays that leave the body as values into such values, where the type knows how. Say whether any was."""
+    groups = split(body.jaxpr.out_avals, body.results.counts)
+    adopted = False
+    for i in clashes:
+        structure, x = body.results.structures[i], operands[carry[i]]
+        make = getattr(structure.type, "from_array", None) if structure is not None and not is_value(x) else None
+        if make is not None and structure is not None:
+            like = structure.build([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in groups[i]])
+            operands[carry[i]] = make(x, like)
+            adopted = True
+    return adopted
 
 
 def _dense_slot(trace: DispatchTrace, construct: Any, i: int, x: Any, left: Structure | None) -> Any:
