@@ -89,6 +89,17 @@ def _is_linear(structure: Structure, avals: tuple[Any, ...]) -> bool:
     return str(tangent_jaxpr) == str(itself_jaxpr)
 
 
+def has_no_tangent(x: Any) -> bool:
+    """Whether a value is neither linear in its leaves nor an array that could be differentiated."""
+    if not is_value(x):
+        return False
+    leaves, structure = flatten(x)
+    if structure is None:
+        return False
+    facts = meaning(structure, [_jax.typeof(leaf) for leaf in leaves])
+    return facts.refuses and not facts.linear
+
+
 def is_leafwise(structure: Structure, avals: Sequence[Any]) -> bool:
     """Whether the one leaf of a value can be cut and stacked as its array can.
 

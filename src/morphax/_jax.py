@@ -391,6 +391,27 @@ def jit_callable(params: dict[str, Any]) -> Callable | None:
     return jax.jit(body, donate_argnums=donated, keep_unused=params["keep_unused"], inline=params["inline"])
 
 
+def with_its_jvp(primitive: Any, params: dict[str, Any]) -> Callable | None:
+    """Return what a hijax primitive expands to as a `custom_jvp` function with the primitive's own rule, if it has one."""
+    prim = params["_prim"]
+    base = next(cls for cls in reversed(type(prim).__mro__) if hasattr(cls, "jvp"))
+    if type(prim).jvp is base.jvp:
+        return None
+    rule = ad.primitive_jvps[primitive]
+
+    @jax.custom_jvp
+    def expanded(*operands):
+        return tuple(primitive.to_lojax(*operands, **params))
+
+    def jvp(primals, tangents):
+        zeros_as_theirs = [Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
+        outs, tangents_out = rule(primals, zeros_as_theirs, **params)
+        return tuple(outs), tuple(instantiate(t) for t in tangents_out)
+
+    expanded.defjvp(jvp, symbolic_zeros=True)
+    return expanded
+
+
 same_type = core.typematch  # shape, dtype and sharding; of weak types below
 
 

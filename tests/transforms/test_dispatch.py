@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import morphax as mx
+from morphax import _jax
 
 from ..values import Box, Exp, Ints, Metre, X
 
@@ -275,6 +276,69 @@ def test_integer_results_of_a_refusing_value():
     np.testing.assert_array_equal(
         mx.wrap(lambda v: jnp.nonzero(v, size=2)[0])(Hidden(jnp.array([0.0, 1.0, 2.0]))), [1, 2]
     )
+
+
+class Half(mx.ArrayValue):
+    """Stands for half its leaf, refuses, and does not say that it is linear."""
+
+    a: jax.Array
+
+    def aval(self):
+        return jax.typeof(self.a)
+
+    def __jax_array__(self):
+        raise TypeError("hidden")
+
+
+class Third(Half):
+    """As `Half`, and says so."""
+
+    linear = True
+
+
+@mx.register(jax.lax.mul_p)
+def mul_half_any(x: Half, y: jax.typing.ArrayLike):
+    return type(x)(x.a * y)
+
+
+def test_a_refusing_value_comes_out_of_a_custom_derivative_function():
+    """Linear or not; the one that has no tangent is differentiated through the body."""
+
+    @jax.custom_jvp
+    def doubled(x):
+        return x * 2.0
+
+    doubled.defjvp(lambda p, t: (doubled(*p), t[0] * 7.0))
+    for cls, slope in ((Half, 2.0), (Third, 7.0)):
+        got, tangent = jax.jvp(mx.wrap(doubled), (cls(X),), (cls(X),))
+        assert type(got) is type(tangent) is cls
+        np.testing.assert_array_equal(got.a, X * 2)
+        np.testing.assert_array_equal(tangent.a, X * slope)
+
+
+class Doubled(getattr(_jax.hijax, "HiPrim", None) or _jax.hijax.VJPHiPrimitive):
+    """A primitive that is an object, with a rule that is marked by a factor of 7."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return x * 2.0
+
+    def jvp(self, primals, tangents):
+        return self(*primals), tangents[0] * 7.0
+
+
+def test_floating_results_of_a_refusing_value():
+    """A primitive that is an object keeps its forward-mode rule; where the value has no tangent, an error says so."""
+    doubled = mx.wrap(lambda v: Doubled(jax.typeof(X))(v))
+    np.testing.assert_array_equal(doubled(Half(X)).a, X * 2)
+    got, tangent = jax.jvp(doubled, (Third(X),), (Third(X),))
+    np.testing.assert_array_equal(got.a, X * 2)
+    np.testing.assert_array_equal(tangent.a, X * 7)
+    with pytest.raises(mx.errors.DifferentiationError, match="set `linear = True` on the class"):
+        jax.jvp(doubled, (Half(X),), (Half(X),))
 
 
 def test_a_value_that_refuses_is_differentiated_through_the_body():

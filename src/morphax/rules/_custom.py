@@ -15,7 +15,14 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _jax
-from .._differentiation import dense_tangent, is_declared_linear, leaf_cotangents, meaning, tangent_leaves
+from .._differentiation import (
+    dense_tangent,
+    has_no_tangent,
+    is_declared_linear,
+    leaf_cotangents,
+    meaning,
+    tangent_leaves,
+)
 from .._trace import CONSTRUCTS, DispatchTrace, subtrace, treatment
 from .._value import Structure, aval_of, flatten, is_value
 from ..errors import DifferentiationError
@@ -33,7 +40,8 @@ class _Results:
         """Return the leaves of the results, as the first run laid them."""
         if not self._known:
             self._known = True
-            leaves, self.slots = flatten_all(trace, [x if _is_one_leaf(x) else _dense(trace, x) for x in outs])
+            kept = [x if _is_one_leaf(x) or has_no_tangent(x) else _dense(trace, x) for x in outs]
+            leaves, self.slots = flatten_all(trace, kept)
             return leaves
         return [leaf for x, s in zip(outs, self.slots.structures, strict=True) for leaf in self._conform(trace, x, s)]
 
@@ -71,14 +79,6 @@ def _dense(trace: DispatchTrace, x: Any) -> Any:
     return trace.dense(x) if is_value(x) else x
 
 
-def _has_no_tangent(structure: Structure | None, avals: Sequence[Any]) -> bool:
-    """Whether a value is neither linear in its leaves nor an array that could be differentiated."""
-    if structure is None:
-        return False
-    facts = meaning(structure, avals)
-    return facts.refuses and not facts.linear
-
-
 def _is_zero(t: Any) -> bool:
     return isinstance(t, (_jax.SymbolicZero, _jax.Zero))
 
@@ -109,13 +109,20 @@ def _wrapped(fun: Any, original: Any) -> Any:
     return _jax.wrap_init(fun, debug_info=original.debug_info.with_unknown_names())
 
 
+def _through_body(fun: Any, primals_and_tangents: Sequence[Any]) -> list[Any]:
+    """Differentiate a function over leaves itself, where its rule speaks of arrays that nobody can have."""
+    half = len(primals_and_tangents) // 2
+    tangents = tuple(map(_instantiated, primals_and_tangents[half:]))
+    outs, tangents_out = jax.jvp(fun, tuple(primals_and_tangents[:half]), tangents)
+    return [*outs, *tangents_out]
+
+
 @treatment(CONSTRUCTS, _jax.custom_jvp_call_p)
 def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Bind the call over leaves, with a function and a rule over leaves."""
     fun, jvp = params["subfuns"]
     symbolic = params["symbolic_zeros"]
     leaves, slots = flatten_all(trace, operands)
-    avals = [_jax.typeof(x) for x in leaves]
     tag, results = trace.tag, _Results()
 
     def fun_over_leaves(*leaves):
@@ -128,15 +135,15 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
         half = len(primals_and_tangents) // 2
         primals = split(primals_and_tangents[:half], slots.counts)
         tangents = split(primals_and_tangents[half:], slots.counts)
-        parts = list(zip(slots.structures, primals, tangents, split(avals, slots.counts), strict=True))
-        if any(_moves(p, t) and _has_no_tangent(s, types) for s, p, t, types in parts):
-            through_body = tuple(map(_instantiated, primals_and_tangents[half:]))
-            outs, tangents_out = jax.jvp(fun_over_leaves, primals_and_tangents[:half], through_body)
-            return [*outs, *tangents_out]
+        parts = list(zip(slots.structures, primals, tangents, strict=True))
+        if any(_moves(p, t) and has_no_tangent(s.build(p)) for s, p, t in parts if s is not None):
+            return _through_body(fun_over_leaves, primals_and_tangents)
         with subtrace(tag) as inner:
-            directions = [_tangent(s, p, t, symbolic) for s, p, t, _ in parts]
+            directions = [_tangent(s, p, t, symbolic) for s, p, t in parts]
             outs = inner.call(jvp.call_wrapped, [*slots.build(primals_and_tangents[:half]), *directions])
             values, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
+            if any(map(has_no_tangent, values)):
+                return _through_body(fun_over_leaves, primals_and_tangents)
             return [*results.flatten(inner, values), *results.tangents(inner, tangents_out)]
 
     # Symbolic zeros are asked for whatever the user did, so that a value that does not move costs nothing.
@@ -151,10 +158,10 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     """Bind the call over leaves. Values among the residuals come back as values; cotangents are pulled back to leaves."""
     fun, fwd, bwd = params["subfuns"]
     out_trees = params["out_trees"]
+    if any(map(has_no_tangent, operands)):
+        return trace.call(fun.call_wrapped, operands)
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
-    if any(map(_has_no_tangent, slots.structures, split(avals, slots.counts))):
-        return trace.call(fun.call_wrapped, operands)
     tag, results = trace.tag, _Results()
     positions = split(range(len(leaves)), slots.counts)
     of_values = [i for group, s in zip(positions, slots.structures, strict=True) if s is not None for i in group]
