@@ -197,6 +197,11 @@ def register_array_type(cls: type, lift: Callable[[Any], Any], aval: Callable[[A
     core.pytype_aval_mappings[cls] = aval
 
 
+def register_tracer_type(cls: type) -> None:
+    """Let `typeof` find the aval of a tracer at once. It is asked at each bind, and would go through the class's bases."""
+    core.pytype_aval_mappings[cls] = core.pytype_aval_mappings[Tracer]
+
+
 # The operators of `jax.Array` and of tracers ask `__jax_array__` of the other operand before they defer to its reflected
 # operator. They are known by their code.
 _BINARY_OPERATORS = frozenset(
@@ -477,7 +482,25 @@ CUSTOM_CALLS = (
 )
 
 
-_JITTED = type(jax.jit(lambda: None))
+_EMPTY = jax.jit(lambda: None)
+_JITTED = type(_EMPTY)
+
+
+def is_jit_without_options(function: Any) -> bool:
+    """Whether a function is what `jax.jit` gives with no options, so that a jit around it may take its place.
+
+    Donation, static arguments, shardings and the like are lost in a nested jit.
+    """
+    if type(function) is not _JITTED:
+        return False
+    info, plain = function._jit_info, _EMPTY._jit_info
+    ignored = ("fun_sourceinfo", "fun_signature", "inline")
+    return all(getattr(info, name) == getattr(plain, name) for name in info._fields if name not in ignored)
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` is on."""
+    return config.disable_jit.value
 
 
 def source_if_one_bind(function: Callable) -> str | None:

@@ -15,6 +15,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,13 +31,15 @@ from .errors import AmbiguousRuleError, DuplicateRuleError, RegistrationError, R
 from .primitives import is_neutral
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
     """A registered function, with what has to be known of its signature on every call."""
 
     function: Callable[..., Any]
     parameters: frozenset[str] | None  # the primitive's parameters that it names; None if it takes all
     wants_primitive: bool
     plain: bool  # also applies where no operand is a value
+    takes_all: bool  # can be called as it is, with all parameters
 
     @property
     def name(self) -> str:
@@ -77,6 +80,8 @@ class JittedFunction(NamedTuple):
 
     function: Callable[..., Any]
 
+    multiple_results = True  # as the jit that it arrives as
+
     def __repr__(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
@@ -87,6 +92,9 @@ class JittedFunction(NamedTuple):
         return isinstance(other, JittedFunction) and other.function is self.function
 
 
+UNDECIDED: Any = object()  # what no rule was chosen for yet, or has to be chosen for each time
+
+
 class Registry:
     """The rules, by primitive. The package uses one, `registry`; tests may make their own."""
 
@@ -95,7 +103,10 @@ class Registry:
         self.plain: set[Any] = set()  # primitives with a rule for plain operands
         self.functions: dict[str, JittedFunction] = {}  # by the source that a jit's debug information names
         self._rules: dict[Any, Resolver] = {}
-        self._chosen: dict[tuple[Any, ...], Rule | None] = {}
+        self.unconcerned: set[Any] = set()  # primitives that go to the parent as they are where no operand is a value
+        self.chosen: dict[
+            tuple[Any, ...], Rule | None
+        ] = {}  # by primitive and the operands' types, and avals of tracers
 
     # -- registering
 
@@ -133,7 +144,7 @@ class Registry:
             self._rules = {**self._rules, key: resolver}
             if rule.plain:
                 self.plain = self.plain | {key}
-        self._chosen = {}
+        self.unconcerned, self.chosen = set(), {}
         self.version += 1
 
     def _key(self, primitive: Any) -> Any:
@@ -169,17 +180,18 @@ class Registry:
         Raises:
             AmbiguousRuleError: If several rules fit and none is more specific than the others.
         """
-        resolver = self._rules.get(primitive)
-        if resolver is None:
-            return None
-        key = (primitive, *[_type_key(x) if issubclass(type(x), _jax.Tracer) else type(x) for x in operands])
-        try:
-            return self._chosen[key]
-        except KeyError:
-            pass
-        rule = _resolve(primitive, resolver.methods, operands)
-        if all(_decided_by_type(t) for m in resolver.methods for t in _types(m.signature)):
-            self._chosen[key] = rule
+        chosen = self.chosen
+        key = (primitive, *map(type, operands))
+        if any(issubclass(t, _jax.Tracer) for t in key[1:]):
+            key = (*key, *map(_aval_type, operands))
+        rule = chosen.get(key, UNDECIDED)
+        if rule is UNDECIDED:
+            resolver = self._rules.get(primitive)
+            methods = resolver.methods if resolver is not None else []
+            rule = _resolve(primitive, methods, operands)
+            by_function = primitive is _jax.jit_p and self.functions  # which are asked first, each time
+            if not by_function and all(_decided_by_type(t) for m in methods for t in _types(m.signature)):
+                chosen[key] = rule
         return rule
 
     def after(self, primitive: Any, operands: Sequence[Any], tried: Sequence[Rule]) -> Rule | None:
@@ -214,9 +226,9 @@ def _resolve(primitive: Any, methods: Sequence[Any], operands: Sequence[Any]) ->
         ) from None
 
 
-def _type_key(x: Any) -> Any:
-    # Whether a tracer is a `jax.Array` is decided by its aval.
-    return (type(x), type(x.aval)) if isinstance(x, _jax.Tracer) else type(x)
+def _aval_type(x: Any) -> Any:
+    """The class of a tracer's aval, which decides whether the tracer is a `jax.Array`."""
+    return type(x.aval) if isinstance(x, _jax.Tracer) else None
 
 
 def _types(signature: Any) -> tuple[Any, ...]:
@@ -297,7 +309,7 @@ def _read_signature(function: Callable, precedence: int, plain: bool | None, nam
     named = inspect.signature(function).parameters
     wants_primitive = "primitive" in named and named["primitive"].kind is inspect.Parameter.KEYWORD_ONLY
     taken = None if keywords is None else frozenset(keywords - {"primitive"})
-    return signature, Rule(function, taken, wants_primitive, plain)
+    return signature, Rule(function, taken, wants_primitive, plain, keywords is None and not wants_primitive)
 
 
 def _evaluate(function: Callable, parameter: inspect.Parameter, names: Any) -> Any:

@@ -88,3 +88,6 @@ class DispatchTracer(_jax.Tracer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value!r})"
+
+
+_jax.register_tracer_type(DispatchTracer)

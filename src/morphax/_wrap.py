@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import equinox as eqx
+import jax
 import jax.tree_util as jtu
 
 from . import _jax
 from ._operators import dispatch_with
-from ._trace import DispatchTrace
+from ._registry import registry
+from ._trace import DispatchTrace, UnusedTrace
 from ._tracer import DispatchTracer
 from ._value import OBSERVER, is_value, is_value_type, lift, materialize
 
@@ -48,6 +50,58 @@ class Wrapped(eqx.Module, Generic[P, T]):
         return hash((Wrapped, id(getattr(self.fn, "__func__", self.fn))))
 
 
+class _NotArrays(Exception):
+    """A result holds something that a jit cannot return."""
+
+
+class _WrappedJit(Wrapped[P, T]):
+    """A wrapped `jax.jit` function: called from the top level, it is a `jax.jit` of the dispatching call.
+
+    Its calls then go through JAX's C++ path, which costs a tenth of entering the dispatch and binding a jit there.
+    """
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function; values anywhere in it and in the arguments dispatch."""
+        if (
+            _jax.current_trace() is _jax.eval_trace
+            and OBSERVER.get() is None
+            and not _jax.jit_is_disabled()
+            and all(_is_array_type(type(x)) for x in jtu.tree_leaves((args, kwargs)))
+        ):
+            program = _program(self.fn)
+            if program is not None:
+                try:
+                    return program(*args, **kwargs)
+                except _NotArrays:
+                    pass
+        return super().__call__(*args, **kwargs)
+
+
+@functools.cache
+def _is_array_type(cls: type) -> bool:
+    return issubclass(cls, _jax.ARRAY_TYPES) and not issubclass(cls, _jax.Tracer)
+
+
+def _program(fn: Any) -> Callable | None:
+    """The program of a jitted function on values. None where a rule is for the jit itself: it is to see the arrays."""
+    version, program = getattr(fn, "_morphax_program", (None, None))
+    if version == registry.version:
+        return program
+    if _jax.jit_p in registry or _jax.source_if_one_bind(fn) in registry.functions:
+        program = None
+    else:
+        program = jax.jit(functools.wraps(fn)(functools.partial(_call_for_arrays, fn)))
+    fn._morphax_program = registry.version, program
+    return program
+
+
+def _call_for_arrays(fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    out = dispatch(fn, args, kwargs)
+    if not all(isinstance(x, (_jax.Tracer, *_jax.ARRAY_TYPES)) for x in jtu.tree_leaves(out)):
+        raise _NotArrays
+    return out
+
+
 def _same_method(a: Any, b: Any) -> bool:
     return isinstance(a, types.MethodType) and isinstance(b, types.MethodType) and a == b
 
@@ -81,7 +135,8 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
     kept = namespace.get("_morphax_wrapped") if namespace else None
     if kept is not None and kept.fn is fn:  # (`functools.wraps` copies attributes to other functions)
         return kept
-    wrapped = cast(Wrapped[P, T], eqx.module_update_wrapper(Wrapped(fn)))
+    kind = _WrappedJit if _jax.is_jit_without_options(fn) else Wrapped
+    wrapped = cast(Wrapped[P, T], eqx.module_update_wrapper(kind(fn)))
     if isinstance(namespace, dict) and not isinstance(fn, eqx.Module):
         try:
             fn._morphax_wrapped = wrapped  # type: ignore[attr-defined]
@@ -93,25 +148,24 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
 def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:
     """Call ``fn`` under a dispatching trace, made with these options."""
     with _jax.take_current_trace() as parent:
-        trace = DispatchTrace(parent, **options)
+        trace = UnusedTrace(parent, **options)
+        set_trace = _jax.trace_ctx.set_trace
         try:
-            out = _run(trace, fn, args, kwargs)
+            set_trace(parent)
+            fn, args, kwargs = _boxed_function(trace, fn), _box(trace, args), kwargs and _box(trace, kwargs)
+            set_trace(trace)
+            out = fn(*args, **kwargs)
+            set_trace(parent)
+            out = trace.unbox_tree(out)
         finally:
             trace.invalidate()
         if _jax.checking_leaks():
+            del fn, args, kwargs  # they hold tracers
             leaked = _jax.why_leaked(trace)
             del trace
             if leaked:
                 warnings.warn(f"a tracer outlives the wrapped call that made it: {leaked}", stacklevel=3)
     return out
-
-
-def _run(trace: DispatchTrace, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    with _jax.set_current_trace(trace.parent_trace):
-        fn, args, kwargs = _boxed_function(trace, fn), _box(trace, args), _box(trace, kwargs)
-        with _jax.set_current_trace(trace):
-            out = fn(*args, **kwargs)
-        return trace.unbox_tree(out)
 
 
 def _box(trace: DispatchTrace, tree: Any) -> Any:
