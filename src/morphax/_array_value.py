@@ -174,6 +174,7 @@ class ArrayValue(Shaped, Operators):
     """
 
     linear: Any = None
+    _has_only: Callable[[Any, set[type]], bool]  # whether its fields are of these types; written for each class
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

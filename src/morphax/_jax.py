@@ -8,6 +8,7 @@ JAX 0.10.2 to 0.12.0.1.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import inspect
+import operator
 import os
 import sys
 import warnings
@@ -94,6 +95,8 @@ TraceTag = core.TraceTag
 ShapedArray = core.ShapedArray
 Primitive = core.Primitive
 trace_ctx = core.trace_ctx  # the current trace: read and set on every bind, where a context manager costs too much
+current = core.trace_state_strong_ref  # where it is kept, and
+current_key = core.trace_state  # a weak reference to it, which is part of the key of jitted calls: for the hottest path
 eval_trace = core.eval_trace
 take_current_trace = core.take_current_trace
 set_current_trace = core.set_current_trace
@@ -199,7 +202,7 @@ def register_array_type(cls: type, lift: Callable[[Any], Any], aval: Callable[[A
 
 def register_tracer_type(cls: type) -> None:
     """Let `typeof` find the aval of a tracer at once. It is asked at each bind, and would go through the class's bases."""
-    core.pytype_aval_mappings[cls] = core.pytype_aval_mappings[Tracer]
+    core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
 
 
 # The operators of `jax.Array` and of tracers ask `__jax_array__` of the other operand before they defer to its reflected

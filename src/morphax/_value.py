@@ -17,16 +17,17 @@ import jax.tree_util as jtu
 from . import _jax
 from .errors import AvalError, MaterializationError
 
-_is_value_type: dict[type, bool] = {}  # decided once a type: it is asked for every operand and every leaf
 
+class _ValueTypes(dict[type, bool]):
+    """Whether instances of a class are array-ish: it has `__jax_array__` and is no array, tracer or scalar."""
 
-def is_value_type(cls: type) -> bool:
-    """Whether instances of ``cls`` are array-ish: it has `__jax_array__` and is no array, tracer or scalar."""
-    known = _is_value_type.get(cls)
-    if known is None:
+    def __missing__(self, cls: type) -> bool:
         known = callable(getattr(cls, "__jax_array__", None)) and not issubclass(cls, (_jax.Tracer, *_jax.ARRAY_TYPES))
-        _is_value_type[cls] = known
-    return known
+        self[cls] = known
+        return known
+
+
+is_value_type: Callable[[type], bool] = _ValueTypes().__getitem__  # asked of every operand and every leaf
 
 
 def is_value(x: Any) -> bool:
