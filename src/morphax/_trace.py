@@ -106,7 +106,7 @@ class DispatchTrace(_jax.Trace):
     def _without_tracers(self, value: Any) -> Any:
         """Return a value with values in place of this trace's tracers: a rule may have built it out of them."""
         leaves, treedef = jtu.tree_flatten(value)
-        if all([_is_opaque(type(x)) for x in leaves]):
+        if all(_is_opaque(type(x)) for x in leaves):
             return value
         return jtu.tree_unflatten(treedef, map(self.unbox, leaves))
 
@@ -355,9 +355,12 @@ _opaque: set[type] = set()
 
 def _is_opaque(cls: type) -> bool:
     """Whether an object of this type can hold no tracer of ours: an array, a scalar, another trace's tracer."""
-    if cls not in _opaque and cls is not DispatchTracer:
-        if issubclass(cls, (_jax.Tracer, str, type(None), *_jax.ARRAY_TYPES)):
-            _opaque.add(cls)
+    if (
+        cls not in _opaque
+        and cls is not DispatchTracer
+        and issubclass(cls, (_jax.Tracer, str, type(None), *_jax.ARRAY_TYPES))
+    ):
+        _opaque.add(cls)
     return cls in _opaque
 
 
