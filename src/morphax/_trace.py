@@ -355,11 +355,7 @@ _opaque: set[type] = set()
 
 def _is_opaque(cls: type) -> bool:
     """Whether an object of this type can hold no tracer of ours: an array, a scalar, another trace's tracer."""
-    if (
-        cls not in _opaque
-        and cls is not DispatchTracer
-        and issubclass(cls, (_jax.Tracer, str, type(None), *_jax.ARRAY_TYPES))
-    ):
+    if cls is not DispatchTracer and issubclass(cls, (_jax.Tracer, str, type(None), *_jax.ARRAY_TYPES)):
         _opaque.add(cls)
     return cls in _opaque
 

@@ -143,6 +143,11 @@ def _kept(jaxpr: Any, plan: Plan, avals: tuple[Any, ...], version: int) -> Body 
     return None if any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts) else body
 
 
+def size_of_cache() -> int:
+    """The number of programs that are kept."""
+    return _kept.cache_info().currsize
+
+
 def _retrace(jaxpr: Any, plan: Plan, avals: tuple[Any, ...]) -> Body:
     found: list[tuple[Slots, tuple[Seed, ...]]] = []
     fun = _jax.eval_jaxpr(jaxpr)
