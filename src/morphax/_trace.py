@@ -6,6 +6,7 @@ a rule, the built-in treatment of JAX's higher-order primitives, the `default` o
 that the bind can be expressed in; and last, every value becomes an array and the parent binds the primitive.
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -331,11 +332,23 @@ def refusal(primitive: Any, operands: Sequence[Any], error: MaterializationError
             f"\nWrite a rule: `@morphax.register({_spelling(primitive)})` with "
             f"`def {primitive}_rule({', '.join(arguments)}, **params)`."
         )
-    located = MaterializationError(
+    located = _error_type(type(error.__cause__))(
         f"`{primitive}` of ({_types(operands)}) {needs} refuses: {error}\nAt {_jax.user_line()}.{advice}"
     )
     located.located = True
     return located
+
+
+@functools.cache
+def _error_type(refused: type) -> Any:
+    """The type of the error for a value that refuses with an exception of this type: it is both that and ours."""
+    if not issubclass(refused, Exception) or issubclass(refused, MaterializationError):
+        return MaterializationError
+    plain = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__module__": MaterializationError.__module__}
+    try:
+        return type("MaterializationError", (MaterializationError, refused), plain)
+    except TypeError:  # exceptions of C extensions may have layouts that do not combine
+        return MaterializationError
 
 
 def _spelling(primitive: Any) -> str:

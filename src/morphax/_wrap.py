@@ -12,11 +12,12 @@ import jax
 import jax.tree_util as jtu
 
 from . import _jax
+from ._differentiation import meaning
 from ._operators import dispatch_with
 from ._registry import registry
 from ._trace import DispatchTrace, UnusedTrace
 from ._tracer import DispatchTracer
-from ._value import OBSERVER, is_value, is_value_type, lift, materialize
+from ._value import OBSERVER, flatten, is_value, is_value_type, lift, materialize
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -239,12 +240,18 @@ def uninstall() -> None:
         trace.invalidate()
 
 
+def _staged(value: Any) -> Any:
+    """Make an array of a value in a program that may be traced inside a wrapped function, which is to see it."""
+    leaves, structure = flatten(value)
+    refuses = structure is not None and meaning(structure, [_jax.typeof(x) for x in leaves]).refuses
+    return materialize(value) if refuses else lift(value)
+
+
 def _operate(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run an operator or method of a value: in the current dispatch, or in one of its own, which gives the value back."""
     trace = _jax.current_trace()
     if not isinstance(trace, DispatchTrace):
-        # It may be part of a program that is traced inside a wrapped function, which is to see what becomes dense.
-        return dispatch(function, args, kwargs, densify=materialize if trace is _jax.eval_trace else lift)
+        return dispatch(function, args, kwargs, densify=materialize if trace is _jax.eval_trace else _staged)
     args, kwargs = jtu.tree_map(asarray, (args, kwargs), is_leaf=is_value)
     return function(*args, **kwargs)
 

@@ -56,7 +56,7 @@ def test_a_carry_that_cannot_be_settled_is_an_error():
         mx.wrap(lambda v: lax.fori_loop(0, 3, lambda i, c: c * c, v))(Metre(X))
     text = str(error.value)
     assert text.startswith(
-        "slot 1 of the carry of `scan` enters the body as PyTreeDef(CustomNode(Metre[(1,)], [*])) and leaves it as"
+        "the carry changed structure: slot 1 of `scan` enters the body as PyTreeDef(CustomNode(Metre[(1,)], [*])) and leaves it as"
     )
     assert "PyTreeDef(CustomNode(Metre[(2,)], [*]))" in text
     assert "the unit would be lost" in text

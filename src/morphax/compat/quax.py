@@ -33,6 +33,10 @@ class Value(Operators, eqx.Module):
         super().__init_subclass__(**kwargs)
         register_type(cls)
 
+    # Two of them are compared as the trees that they are, and can be keys.
+    __eq__, __hash__ = eqx.Module.__eq__, eqx.Module.__hash__
+    __ne__ = object.__ne__
+
     @abc.abstractmethod
     def aval(self) -> Any:
         """Return the type of what the value stands for."""

@@ -310,7 +310,7 @@ def _dense_slot(trace: DispatchTrace, construct: Any, i: int, x: Any, left: Stru
     except MaterializationError as error:
         entered = flatten(x)[1]
         raise StructureError(
-            f"slot {i} of the carry of `{construct}` enters the body as {entered} and leaves it as "
+            f"the carry changed structure: slot {i} of `{construct}` enters the body as {entered} and leaves it as "
             f"{'an array' if left is None else left}, and cannot be made an array to agree: {error}\n"
             f"At {_jax.user_line()}.\nLet the body return the value as it got it."
         ) from error
