@@ -236,7 +236,7 @@ def test_derivatives(name):
     assert type(got) is Tagged
     np.testing.assert_allclose(got.half, want, rtol=1e-2 if shape.dtype == jnp.float16 else 1e-5)
     _, tangent = mx.wrap(lambda x: jax.jvp(function, (x,), (x,)))(tagged)
-    assert type(tangent) is Tagged
+    assert type(tangent) is Tagged or name == "scatter"  # whose tangent is a choice between the tangent and zeros
     np.testing.assert_allclose(dense(tangent), jax.jvp(function, (dense(tagged),), (dense(tagged),))[1], rtol=1e-2)
 
 
@@ -252,6 +252,30 @@ def test_loops_and_branches(value):
     assert all(type(x) is type(value) for x in got)
     for a, b in zip(got, loop(dense(value)), strict=True):
         np.testing.assert_allclose(dense(a), b)
+
+
+def test_a_loop_stacks_the_parts_unless_there_is_more():
+    """A value whose leaves all are parts; not one with a factor beside them."""
+
+    @mx.derive
+    class Scaled(mx.ArrayValue):
+        array: Any
+        factor: Any
+
+        def __jax_array__(self):
+            return jnp.where(self.array > 0, self.array, 0) * self.factor
+
+        def map_parts(self, f):
+            return Scaled(f(self.array), self.factor)
+
+    def loop(x):
+        return lax.scan(lambda c, r: (c, r[::-1]), 0.0, x)[1]
+
+    assert type(mx.wrap(loop)(masked)) is Masked
+    x = Scaled(X, jnp.float32(2))
+    got = mx.wrap(loop)(x)
+    assert isinstance(got, jax.Array)
+    np.testing.assert_allclose(got, loop(2 * X))
 
 
 # ------------------------------------------------------------------------------------------------ where they give way
@@ -288,9 +312,10 @@ def test_an_array_goes_with_a_type_that_makes_values_of_arrays():
 
 
 def test_out_of_bounds_without_from_array():
-    """NaN is NaN in a part of floats; any other filling is left to the array."""
+    """NaN is NaN in a part of floats, and zero is zero if the type is linear; any other filling is left to the array."""
     far = jnp.array([7])
     assert type(mx.wrap(lambda x: x.at[far].get(mode="fill"))(tagged)) is Tagged
+    assert type(mx.wrap(lambda x: x.at[far].get(mode="fill", fill_value=0))(tagged)) is Tagged
     for value, fill in ((tagged, 3.0), (Tagged(jnp.arange(3)), None)):
         got = mx.wrap(lambda x: x.at[far].get(mode="fill", fill_value=fill))(value)
         assert isinstance(got, jax.Array)
@@ -356,8 +381,7 @@ def test_a_low_rank_value_gives_way_to_the_array():
 
 
 @pytest.mark.parametrize("first", ["derived", "own"])
-@pytest.mark.parametrize("annotation", ["exact", "admitting", "any"])
-def test_an_own_rule_goes_before_the_derived_one(first, annotation):
+def test_an_own_rule_goes_before_the_derived_one(first):
     """Whichever came first, and whatever else it admits."""
 
     class V(mx.ArrayValue):
@@ -367,23 +391,27 @@ def test_an_own_rule_goes_before_the_derived_one(first, annotation):
         def __jax_array__(self):
             return self.a
 
+    V.__qualname__ = f"V, {first}"  # unions of classes of one name are the same to beartype
+
     def own():
-        kinds = {"exact": V, "admitting": V | ArrayLike, "any": V | Any}
-
-        def concatenate_v(*xs: kinds[annotation], dimension):
-            return jnp.full(2, 42.0)
-
-        def transpose_v(x: V, **params):
-            return jnp.full(2, 42.0)
-
         mx.register(lax.concatenate_p)(concatenate_v)
         mx.register(lax.transpose_p)(transpose_v)
+        mx.register(lax.gather_p)(gather_v)
+
+    def concatenate_v(*xs: V | ArrayLike, dimension):
+        return 42
+
+    def transpose_v(x: V, **params):
+        return 43
+
+    def gather_v(x: V, indices: Any, **params):
+        return 44
 
     for step in (own, lambda: mx.derive(V))[:: 1 if first == "own" else -1]:
         step()
-    np.testing.assert_array_equal(mx.wrap(lambda x: jnp.concatenate([x, x]))(V(X)), [42.0, 42.0])
-    np.testing.assert_array_equal(mx.wrap(jnp.transpose)(V(X)), [42.0, 42.0])
-    assert type(mx.wrap(lambda x: x[0])(V(X))) is V
+    got = mx.wrap(lambda x: (jnp.concatenate([x, x]), x.T, x[I], x[0]))(V(X))
+    assert got[:3] == (42, 43, 44)
+    assert type(got[3]) is V
 
 
 def test_an_own_rule_may_leave_it_to_the_derived_one():

@@ -106,9 +106,13 @@ def _fills(
         with jax.ensure_compile_time_eval():
             filler = value_of_array(np.asarray(fill), like, parts, mapping)
             return [{"fill_value": np.asarray(part).item()} for part in parts_of(filler, mapping)]
-    makes_nan = all(jnp.issubdtype(lax.dtype(part), jnp.inexact) for part in parts) and (fill is None or np.isnan(fill))
-    alone = len(parts) == 1 or getattr(type(like), "linear", None) is True  # else another part may hide a NaN
-    return [{"fill_value": fill}] * len(parts) if makes_nan and alone else None
+    linear = getattr(type(like), "linear", None) is True
+    floating = all(jnp.issubdtype(lax.dtype(part), jnp.inexact) for part in parts)
+    if linear and fill == 0:
+        return [{"fill_value": fill}] * len(parts)
+    if floating and (fill is None or np.isnan(fill)) and (linear or len(parts) == 1):  # else one may hide another's NaN
+        return [{"fill_value": fill}] * len(parts)
+    return None
 
 
 def _usual_fill(dtype: Any) -> Any:

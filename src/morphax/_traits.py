@@ -17,14 +17,16 @@ The hooks say what a type can do, and each gives the rules that follow from it:
 A hook may return `NotImplemented`, as a rule may. Any rule that is registered for the type goes before the derived one.
 """
 
+import abc
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
+from . import _jax
 from ._array_value import register_type
 from ._parts import map_leaves as map_leaves
 from ._partwise import MOVES, elements_of, keeps_numbers, partwise
@@ -93,11 +95,25 @@ def _register(cls: type, hook: str, primitives: Sequence[Any], rule: Callable[..
 
     signature = inspect.signature(derived)
     operands, *rest = signature.parameters.values()
-    admitted = cls | ArrayLike | _Nothing
-    derived.__signature__ = signature.replace(parameters=[operands.replace(annotation=admitted), *rest])  # type: ignore[attr-defined]
+    derived.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[operands.replace(annotation=_operand_of(cls)), *rest]
+    )
     derived.__wrapped__ = getattr(cls, hook)  # type: ignore[attr-defined]
     derived.__qualname__ = f"{cls.__qualname__}.{hook}"
-    registry.add(primitives, derived, precedence=_LAST, override=True, plain=False, names=None)
+    precedence = _LAST + len(cls.__mro__)  # a subclass that derives anew goes before its bases
+    registry.add(primitives, derived, precedence=precedence, override=True, plain=False, names=None)
+
+
+@functools.cache
+def _operand_of(cls: type) -> type:
+    """What stands for a value of a class or an array in a derived rule's signature, which is so nobody else's.
+
+    No union: plum compares unions by their text, which two classes of one name share.
+    """
+    operand = abc.ABCMeta(f"{cls.__name__} | ArrayLike", (), {})
+    for admitted in (cls, _jax.Tracer, *_jax.ARRAY_TYPES):
+        operand.register(admitted)
+    return operand
 
 
 def _from_parts(cls: type) -> list[tuple[Sequence[Any], Callable[..., Any]]]:
