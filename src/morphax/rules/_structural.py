@@ -1,12 +1,14 @@
 """Moving the elements of a value that refuses to become an array: a last resort before the error.
 
-A type that has a rule for the product of two of its values, and one leaf of the array's shape and dtype, is taken for one
-whose leaf holds the array's elements, such as a quantity with a unit. Moving elements of the leaf is then moving elements of the
-array, and without it every such type would need a rule for each of some twenty primitives. Nothing is assumed of a type that
-can say what its array is: it is made dense. A leaf of the right shape alone would prove too little (the inverse of a matrix that
-is kept as that matrix), but such a type has no products element by element.
+A type whose rules make the product of two of its values a value again, and that has one leaf of the array's shape and dtype,
+is taken for one whose leaf holds the array's elements, such as a quantity with a unit. Moving elements of the leaf is then
+moving elements of the array, and without it every such type would need a rule for each of some twenty primitives. Nothing is
+assumed of a type that can say what its array is: it is made dense. A leaf of the right shape alone would prove too little
+(the inverse of a matrix that is kept as that matrix), but such a type has no products element by element. What is written down
+is better: `morphax.derive`, and one rule for the family that raises, where elements must not be moved so.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,24 +20,36 @@ from .._differentiation import is_leafwise, meaning
 from .._parts import map_leaves
 from .._partwise import MOVES, elements_of, keeps_numbers, partwise
 from .._registry import registry
-from .._trace import FALLBACKS, DispatchTrace, treatment
-from .._value import aval_of, flatten, is_value
-from ..errors import AmbiguousRuleError
+from .._trace import FALLBACKS, DispatchTrace, subtrace, treatment
+from .._value import Structure, aval_of, flatten, is_value, trace_abstractly
 
 
 def _leaf_holds_elements(x: Any) -> bool:
     leaves, structure = flatten(x)
-    avals = [_jax.typeof(leaf) for leaf in leaves]
+    avals = tuple(_jax.typeof(leaf) for leaf in leaves)
     if structure is None or len(leaves) != 1 or not meaning(structure, avals).refuses:
         return False
-    return is_leafwise(structure, avals) and avals[0].dtype == aval_of(x).dtype and _multiplies(x)
+    alike = is_leafwise(structure, avals) and avals[0].dtype == aval_of(x).dtype
+    return alike and _has_products(structure, avals, registry.version, _jax.trace_context())
 
 
-def _multiplies(x: Any) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _has_products(structure: Structure, avals: tuple[Any, ...], version: int, context: Any) -> bool:
+    """Whether the product of two such values is a value of the type."""
+    del version, context  # keys: what the rules are, and what tracing depends on
+    found: list[bool] = []
+
+    def product(*leaves: Any) -> list[Any]:
+        with subtrace() as trace:
+            (out,) = trace.call(lambda x, y: [lax.mul(x, y)], [structure.build(leaves), structure.build(leaves)])
+            found.append(type(out) is structure.type)
+        return []
+
     try:
-        return registry.find(lax.mul_p, [x, x]) is not None
-    except AmbiguousRuleError:
+        trace_abstractly(product, avals)
+    except Exception:  # it has no such rule, or one that does not want these
         return False
+    return found[0]
 
 
 def _move_leaves(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
