@@ -110,7 +110,7 @@ def _operand_of(cls: type) -> type:
 
     No union: plum compares unions by their text, which two classes of one name share.
     """
-    operand = abc.ABCMeta(f"{cls.__name__} | ArrayLike", (), {})
+    operand: Any = abc.ABCMeta(f"{cls.__name__} | ArrayLike", (), {})
     for admitted in (cls, _jax.Tracer, *_jax.ARRAY_TYPES):
         operand.register(admitted)
     return operand
