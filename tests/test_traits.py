@@ -555,3 +555,22 @@ def test_parts_may_be_values():
     assert type(got) is Outer
     assert type(got.inner) is Tagged
     np.testing.assert_allclose(dense(got), jnp.concatenate([X[::-1], X]).sum(0) * 2)
+
+
+def test_hooks_serve_loops_and_derivatives():
+    """A low-rank constant of a scan, in a branch and a checkpoint: never dense, and its gradient is of low rank."""
+
+    def function(w, x):
+        def step(c, _):
+            return jnp.tanh(c @ (w * 0.5)), c.sum()
+
+        carry, sums = lax.scan(jax.checkpoint(step), x, None, 3)
+        return lax.cond(sums[0] > 0, lambda w: (w @ x[0]).sum(), lambda w: 0.0, w + w) + carry.sum()
+
+    x = jnp.ones((2, 3)) / 9
+    got = jax.jit(jax.grad(mx.wrap(function)))(low, x)
+    want = jax.grad(lambda w: function(w.b @ w.a, x))(low)
+    assert type(got) is LowRank
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert mx.explain(jax.grad(mx.wrap(function)))(low, x).materialized == ()
