@@ -1,7 +1,9 @@
 """The families and the table of neutral parameters, against the primitives that this JAX has."""
 
 import jax
+import jax.extend.core.primitives
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from morphax import primitives
@@ -118,11 +120,84 @@ def test_families_hold_primitives_and_do_not_overlap():
     """Each primitive has one kind."""
     families = [
         primitives.UNARY, primitives.BINARY, primitives.COMPARISONS, primitives.STRUCTURAL, primitives.REDUCTIONS,
-        primitives.CUMULATIVE, primitives.CONTRACTIONS, primitives.SCATTERS, primitives.LINALG, primitives.COLLECTIVES,
-        primitives.IDENTITIES,
+        primitives.CUMULATIVE, primitives.CONTRACTIONS, primitives.SCATTERS, primitives.SORTS, primitives.WINDOWS,
+        primitives.LINALG, primitives.COLLECTIVES, primitives.IDENTITIES,
     ]  # fmt: skip
     everything = [p for family in families for p in family]
     assert len(everything) == len(set(everything))
     assert set(primitives.UNARY) < set(primitives.ELEMENTWISE)
     assert lax.sin_p in primitives.UNARY
     assert lax.dot_general_p in primitives.CONTRACTIONS
+
+
+# The primitives in no family, with the reason why a rule for many of them at once would say nothing.
+IN_NO_FAMILY = {
+    "they hold functions, and the rules inside those are what serves a value": {
+        "call", "call_hi_primitive", "closed_call", "cond", "custom_jvp_call", "custom_lin", "custom_vjp_call", "eval_jaxpr", "jit",
+        "reduce", "remat2", "scan", "while",
+    },
+    "they draw random bits, from keys": {
+        "random_bits", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap",
+        "rng_bit_generator", "rng_uniform", "threefry2x32",
+    },
+    "they have no operand that could be a value": {"axis_index", "create_token", "empty", "empty2", "iota", "platform_index"},
+    "they read and write memory": {"get", "swap"},
+    "they order or keep computations": {"after_all", "dce_sink"},
+    "they say where an array lies, and are done leaf by leaf": {"device_put", "sharding_constraint"},
+    "the sum of cotangents is tried as `add`": {"add_any"},
+    "each is of a kind of its own": {"bitcast_convert_type", "fft", "scaled_dot"},
+}  # fmt: skip
+
+
+def _exported():
+    """The primitives that JAX names."""
+    for module in (lax, lax.linalg, jax.extend.core.primitives):
+        yield from (x for x in vars(module).values() if isinstance(x, jax.extend.core.Primitive))
+
+
+def _met():
+    """The primitives met by tracing each function of these namespaces on operands of a few kinds."""
+    square, numbers = jnp.eye(3) + 0.1, jnp.arange(9).reshape(3, 3)
+    operands = [
+        (square,),
+        (square, square),
+        (square, square, square),
+        (numbers, numbers),
+        (square[0],),
+        ([square, square],),
+    ]
+    for module in (jnp, jnp.linalg, jnp.fft, lax, lax.linalg, jax.nn, jax.scipy.linalg, jax.scipy.special):
+        for name, function in vars(module).items():
+            if name.startswith("_") or isinstance(function, type) or not callable(function):
+                continue
+            for xs in operands:
+                try:
+                    program = jax.make_jaxpr(function)(*xs)
+                except Exception:  # it wants other operands
+                    continue
+                yield from _primitives_in(program.jaxpr)
+
+
+def _primitives_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else [param]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _primitives_in(inner)
+
+
+def _families():
+    return {name: family for name, family in vars(primitives).items() if name.isupper() and isinstance(family, tuple)}
+
+
+@pytest.mark.filterwarnings("ignore")  # of deprecated names
+def test_every_primitive_is_in_a_family_or_has_a_reason():
+    """A primitive that a new JAX adds shows up here."""
+    in_families = {p for family in _families().values() for p in family}
+    found = {*_exported(), *_met()}
+    assert len(found) > 170
+    reasoned = {name for names in IN_NO_FAMILY.values() for name in names}
+    assert sorted({p.name for p in found if p not in in_families} - reasoned) == []
+    assert sorted({p.name for p in in_families} & reasoned) == []

@@ -7,7 +7,9 @@ from ._array_value import ArrayValue as ArrayValue
 from ._array_value import field as field
 from ._array_value import register_type as register_type
 from ._explain import explain as explain
+from ._parts import map_leaves as map_leaves
 from ._registry import register as register
+from ._traits import derive as derive
 from ._value import aval_of as aval_of
 from ._value import is_value as is_value
 from ._value import materialize as materialize

@@ -223,6 +223,8 @@ def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: An
         shape = aval_of_structure(structure, stacked, context).shape
         if shape != (size, *aval_of_structure(structure, avals, context).shape) or not stacked:
             return False
+        if _consists_of_parts(structure, stacked):
+            return True
         if meaning(structure, avals).refuses:
             return is_leafwise(structure, avals)
         whole = dense_jaxpr(structure, stacked, context)
@@ -232,6 +234,27 @@ def _stacks(structure: Structure, avals: tuple[Any, ...], size: int, context: An
     except Exception:  # the author's code meets shapes that it was not written for; then it does not stack
         return False
     return str(_jax.inlined(whole)) == str(_jax.inlined(batched))
+
+
+def _consists_of_parts(structure: Structure, avals: Sequence[Any]) -> bool:
+    """Whether the type says by `map_parts` that all of its leaves are laid out as the array."""
+    if not hasattr(structure.type, "map_parts"):
+        return False
+    found: list[bool] = []
+
+    def ask(*leaves):
+        parts: list[Any] = []
+
+        def note(part):
+            parts.append(part)
+            return part
+
+        structure.build(leaves).map_parts(note)
+        found.append({id(leaf) for leaf in leaves} <= {id(part) for part in parts})
+        return []
+
+    trace_abstractly(ask, avals)
+    return found[0]
 
 
 def _batch(leaves, axes, *, structure):

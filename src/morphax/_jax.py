@@ -39,6 +39,7 @@ from jax._src import linear_util as lu
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
+from jax._src.lax import linalg, parallel
 from jax._src.numpy import array_methods
 from jax._src.sharding_impls import UNSPECIFIED
 
@@ -144,6 +145,12 @@ stack_p = getattr(lax_internal, "stack_p", None)
 custom_jvp_call_p = primitives.custom_jvp_call_p
 custom_vjp_call_p = primitives.custom_vjp_call_p
 shard_map_p = shard_map.shard_map_p
+
+
+def unexported_primitive(name: str) -> Any:
+    """Return a collective or a step of a decomposition by its name; None if this JAX does not have it."""
+    return getattr(parallel, name, None) or getattr(linalg, name, None)
+
 
 # The types of leaves that JAX takes for arrays. A typed literal is what `bind` makes of a Python scalar.
 LITERALS = tuple(

@@ -59,3 +59,7 @@ class StructureError(MorphaxError, TypeError):
 
 class DifferentiationError(MorphaxError, TypeError):
     """A derivative does not fit the value that it belongs to."""
+
+
+class PartsError(MorphaxError, TypeError):
+    """The parts that a type names are not laid out as its array is."""

@@ -17,8 +17,11 @@ from . import _jax
 
 def _family(names: str) -> tuple[Any, ...]:
     """Look primitives up by name, leaving out those that this JAX does not have."""
-    found = (getattr(lax, f"{n}_p", None) or getattr(_extended, f"{n}_p", None) for n in names.split())
-    return tuple(p for p in found if p is not None)
+    return tuple(p for name in names.split() if (p := _primitive(f"{name}_p")) is not None)
+
+
+def _primitive(name: str) -> Any:
+    return getattr(lax, name, None) or getattr(_extended, name, None) or _jax.unexported_primitive(name)
 
 
 UNARY = _family(
@@ -41,9 +44,9 @@ ELEMENTWISE = (
     *UNARY,
     *BINARY,
     *COMPARISONS,
-    *_family("clamp select_n regularized_incomplete_beta convert_element_type"),
+    *_family("clamp select_n polynomial regularized_incomplete_beta convert_element_type"),
 )
-"""All elementwise primitives, with those of three operands."""
+"""All elementwise primitives, with those of several operands."""
 
 STRUCTURAL = _family(
     "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev slice split squeeze stack tile "
@@ -63,13 +66,26 @@ CONTRACTIONS = _family("conv_general_dilated dot_general")
 SCATTERS = _family("scatter scatter_add scatter_max scatter_min scatter_mul scatter_sub")
 """Indexed updates."""
 
-LINALG = _family(
-    "cholesky eig eigh hessenberg householder_product linear_solve lu qr schur svd triangular_solve tridiagonal "
-    "tridiagonal_solve"
-)
-"""Matrix decompositions and solvers."""
+SORTS = _family("approx_top_k sort top_k")
+"""Orderings along a dimension."""
 
-COLLECTIVES = _family("all_gather all_to_all pmax pmin ppermute psum ragged_all_to_all")
+WINDOWS = _family(
+    "reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter "
+    "select_and_scatter_add"
+)
+"""Reductions over windows, and what their derivatives need."""
+
+LINALG = _family(
+    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product linear_solve lu lu_pivots_to_permutation "
+    "ormqr qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve"
+)
+"""Matrix decompositions with their steps, and solvers."""
+
+COLLECTIVES = _family(
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin ppermute preduced psum "
+    "psum_invariant ragged_all_to_all reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter "
+    "vary_unreduced_cast"
+)
 """Communication along a named axis."""
 
 IDENTITIES = tuple(

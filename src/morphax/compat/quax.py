@@ -20,10 +20,12 @@ import equinox as eqx
 from .._array_value import Shaped, register_type
 from .._operators import Operators
 from .._registry import registry
+from .._traits import derive, map_leaves
 from .._value import is_value, materialize
 from .._wrap import dispatch, wrap
 
 T = TypeVar("T", bound=Callable)
+C = TypeVar("C", bound=type)
 
 
 class Value(Operators, eqx.Module):
@@ -101,3 +103,13 @@ def register(primitive: Any, /, *, precedence: int = 0) -> Callable[[T], T]:
         return rule
 
     return decorate
+
+
+def register_structural(cls: C) -> C:
+    """Register rules for all primitives that move elements: they act on each leaf, and every leaf has the array's shape.
+
+    `morphax.derive` with ``map_parts = morphax.map_leaves``, unless the class has a `map_parts` of its own. Use it as a decorator.
+    """
+    if not hasattr(cls, "map_parts"):
+        cls.map_parts = map_leaves  # type: ignore[attr-defined]
+    return derive(cls)

@@ -21,3 +21,6 @@ from . import _loops as _loops
 from . import _shard_map as _shard_map
 from . import _simpler as _simpler
 from . import _solve as _solve
+
+# isort: split
+from . import _structural as _structural  # after what it is the last resort of
