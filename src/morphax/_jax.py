@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core.primitives as primitives
@@ -103,6 +103,7 @@ take_current_trace = core.take_current_trace
 set_current_trace = core.set_current_trace
 typeof = core.typeof  # `jax.typeof` is the same function behind one more call
 DebugInfo = core.DebugInfo
+Literal = core.Literal
 wrap_init = lu.wrap_init
 weakref_lru_cache = util.weakref_lru_cache  # weak on the jaxpr, and keyed by what tracing depends on (mesh, x64, ...)
 trace_context = config.trace_context  # the same key, for caches that are not weak
@@ -286,6 +287,35 @@ def inlined(closed: Any) -> Any:
 
 
 eval_jaxpr = core.jaxpr_as_fun  # keeps the equations' contexts and name stacks
+
+
+class Equation(NamedTuple):
+    """An equation that can be bound as it is, in no context of its own."""
+
+    primitive: Any
+    operands: Sequence[Any]  # variables, or what a literal is bound as
+    known: Sequence[bool]  # whether it is a literal
+    params: dict[str, Any]
+    results: Sequence[Any]
+
+
+@weakref_lru_cache
+def equations_in_order(closed: Any) -> list[Equation] | None:
+    """Return the equations of a closed jaxpr, if binding them one after the other loses nothing.
+
+    That is: no name stack, no context that differs from the current one, and only primitives that are bound as they are. What
+    `eval_jaxpr` keeps for each equation takes 6 us, more than the equation.
+    """
+    now = core.current_jaxpr_eqn_context()  # what it says is part of the key of this cache
+    equations = []
+    for eqn in closed.jaxpr.eqns:
+        ordinary = eqn.primitive is jit_p or is_ordinary(eqn.primitive)
+        if not ordinary or eqn.source_info.name_stack.stack or eqn.ctx is not now or eqn.effects:
+            return None
+        known = [isinstance(v, core.Literal) for v in eqn.invars]
+        operands = [dtypes.canonicalize_value(v.val) if k else v for v, k in zip(eqn.invars, known, strict=True)]
+        equations.append(Equation(eqn.primitive, operands, known, eqn.params, eqn.outvars))
+    return equations
 
 
 def debug_info_of(closed: Any) -> Any:

@@ -206,6 +206,28 @@ class DispatchTrace(_jax.Trace):
             _set_current(previous)
             _set_current_key(key)
 
+    def run(self, equations: Sequence[Any], jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        """Run the equations of a closed jaxpr on values and arrays, in no tracers. The parent must be current."""
+        env = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, *operands), strict=True))
+        for primitive, atoms, known, params, variables in equations:
+            given = [x if literal else env[x] for x, literal in zip(atoms, known, strict=True)]
+            if any(is_value_type(type(x)) for x in given) or self._concerns(primitive, params):
+                results = self._ask(primitive, given, params)
+                if results is NotImplemented:
+                    results = self._treat(primitive, given, params)
+            else:
+                results = primitive.bind(*given, **params)
+            if primitive.multiple_results:
+                env.update(zip(variables, map(self._cleaned, results), strict=True))
+            else:
+                env[variables[0]] = self._cleaned(results)
+        return [env[v] if type(v) is not _jax.Literal else v.val for v in jaxpr.jaxpr.outvars]
+
+    def _cleaned(self, x: Any) -> Any:
+        """Return what a rule gave as a raw value that holds no tracer of this trace."""
+        x = self.unbox(x)
+        return self._without_tracers(x) if is_value_type(type(x)) else x
+
     def process_custom_jvp_call(
         self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, *, symbolic_zeros: bool
     ) -> Any:

@@ -15,6 +15,9 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     """Bind the jit over the leaves of its operands. One that is inlined anyway is dispatched equation by equation."""
     if _jax.is_inlined(params):
         operands = [jnp.asarray(x) if isinstance(x, _jax.LITERALS) else x for x in operands]  # as a jit gives arrays
+        equations = _jax.equations_in_order(params["jaxpr"])
+        if equations is not None:
+            return trace.run(equations, params["jaxpr"], operands)
         return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
     avals = [_jax.typeof(x) for x in leaves]
