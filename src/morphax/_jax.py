@@ -413,10 +413,15 @@ def is_inlined(params: dict[str, Any]) -> bool:
     return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since 0.12
 
 
-def jit_callable(params: dict[str, Any]) -> Callable | None:
-    """Return a `jax.jit` callable for a bind's parameters, for the C++ call path; None where it could lose one of them.
+def jit_callable(fun: Callable, params: dict[str, Any], donated: Sequence[bool]) -> Callable | None:
+    """Return a `jax.jit` of ``fun`` with the parameters of a bind; None where it could lose one of them.
 
     Shardings, layouts, compiler options and meshes keep their exact form only in the bind itself.
+
+    Args:
+        fun: A function of arrays.
+        params: The parameters of the bind.
+        donated: Per operand of ``fun`` whether it is donated.
     """
     plain = (
         all(s is UNSPECIFIED for s in (*params["in_shardings"], *params["out_shardings"]))
@@ -426,14 +431,9 @@ def jit_callable(params: dict[str, Any]) -> Callable | None:
     )
     if not plain:
         return None
-    jaxpr = params["jaxpr"]
-
-    def body(*leaves):
-        return eval_jaxpr(jaxpr)(*leaves)
-
-    body.__name__ = body.__qualname__ = params["name"]
-    donated = tuple(i for i, d in enumerate(params["donated_invars"]) if d)
-    return jax.jit(body, donate_argnums=donated, keep_unused=params["keep_unused"], inline=params["inline"])
+    fun.__name__ = fun.__qualname__ = params["name"]
+    positions = tuple(i for i, d in enumerate(donated) if d)
+    return jax.jit(fun, donate_argnums=positions, keep_unused=params["keep_unused"], inline=params["inline"])
 
 
 def with_its_jvp(primitive: Any, params: dict[str, Any]) -> Callable | None:

@@ -366,7 +366,11 @@ def _error_type(refused: type) -> Any:
     """The type of the error for a value that refuses with an exception of this type: it is both that and ours."""
     if not issubclass(refused, Exception) or issubclass(refused, MaterializationError):
         return MaterializationError
-    plain = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__module__": MaterializationError.__module__}
+    plain = {
+        "__init__": Exception.__init__,
+        "__str__": Exception.__str__,
+        "__module__": MaterializationError.__module__,
+    }
     try:
         return type("MaterializationError", (MaterializationError, refused), plain)
     except TypeError:  # exceptions of C extensions may have layouts that do not combine

@@ -51,7 +51,7 @@ class Wrapped(eqx.Module, Generic[P, T]):
         return hash((Wrapped, id(getattr(self.fn, "__func__", self.fn))))
 
 
-class _NotArrays(Exception):
+class NotArrays(Exception):
     """A result holds something that a jit cannot return."""
 
 
@@ -73,7 +73,7 @@ class _WrappedJit(Wrapped[P, T]):
             if program is not None:
                 try:
                     return program(*args, **kwargs)
-                except _NotArrays:
+                except NotArrays:
                     pass
         return super().__call__(*args, **kwargs)
 
@@ -97,10 +97,18 @@ def _program(fn: Any) -> Callable | None:
 
 
 def _call_for_arrays(fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    out = dispatch(fn, args, kwargs)
-    if not all(isinstance(x, (_jax.Tracer, *_jax.ARRAY_TYPES)) for x in jtu.tree_leaves(out)):
-        raise _NotArrays
-    return out
+    return arrays_only(dispatch(fn, args, kwargs))
+
+
+def arrays_only(tree: Any) -> Any:
+    """Return a pytree as it is, if a jit can return it.
+
+    Raises:
+        NotArrays: If not all of its leaves are arrays.
+    """
+    if not all(isinstance(x, (_jax.Tracer, *_jax.ARRAY_TYPES)) for x in jtu.tree_leaves(tree)):
+        raise NotArrays
+    return tree
 
 
 def _same_method(a: Any, b: Any) -> bool:

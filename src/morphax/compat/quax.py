@@ -11,6 +11,7 @@ quax.quaxify(f)(Length(x))
 """
 
 import abc
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import equinox as eqx
 from .._array_value import Shaped, register_type
 from .._operators import Operators
 from .._registry import registry
+from .._trace import CONSTRUCTS
 from .._traits import derive, map_leaves
 from .._value import is_value, materialize
 from .._wrap import dispatch, wrap
@@ -94,10 +96,17 @@ def quaxify(fn: T, /, filter_spec: Any = True) -> T:
     return eqx.module_update_wrapper(_Filtered(fn, filter_spec))  # type: ignore[return-value]
 
 
+def _names_value(rule: Callable) -> bool:
+    parameters = inspect.signature(rule).parameters.values()
+    return any(p.annotation not in (p.empty, Any) for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
+
+
 def register(primitive: Any, /, *, precedence: int = 0) -> Callable[[T], T]:
     """Register a rule: `morphax.register`, which here also takes rules on arrays alone."""
 
     def decorate(rule: T) -> T:
+        if primitive in CONSTRUCTS and not _names_value(rule):
+            return rule  # the built-in treatment is for values, and so more specific than a rule for anything
         names = sys._getframe(1).f_locals
         registry.add([primitive], rule, precedence=precedence, override=False, plain=None, names=names)
         return rule

@@ -6,7 +6,7 @@ types of the leaves and the version of the registry.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -111,13 +111,11 @@ class Body:
         jaxpr: The closed jaxpr.
         results: How its results lie.
         materialized: The values that it makes dense, though they could be before it.
-        callables: `jax.jit` callables of the program, by their parameters.
     """
 
     jaxpr: Any
     results: Slots
     materialized: tuple[Seed, ...]
-    callables: dict[Any, Any] = field(default_factory=dict)
 
     def hoisted(self) -> tuple[list[Any], Any]:
         """Return the program's constants, and the program with them as leading inputs."""

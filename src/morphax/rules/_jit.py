@@ -1,12 +1,17 @@
 """`jit` and the other calls of a jaxpr inside a wrapped function: the same bind over leaves, with each of its parameters."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax.numpy as jnp
 
 from .. import _jax
+from .._registry import registry
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
+from .._value import OBSERVER
+from .._wrap import NotArrays, arrays_only
 from ._body import Body, Plan, Slots, body_over_leaves, flatten_all, seeded
 
 
@@ -20,16 +25,17 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
             return trace.run(equations, params["jaxpr"], operands)
         return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
-    avals = [_jax.typeof(x) for x in leaves]
-    body = body_over_leaves(params["jaxpr"], Plan(slots), avals)
-    seeds: list[Any] = []
-    if trace.parent_trace is _jax.eval_trace:
-        call = _callable(body, slots, avals, params)
+    if trace.parent_trace is _jax.eval_trace and OBSERVER.get() is None:
+        call = _callable(params["jaxpr"], slots, registry.version, _Options(params))
         if call is not None:
-            return body.results.build(call(*leaves))
-    elif not any(params["donated_invars"]):
+            with suppress(NotArrays):
+                return call(*leaves)
+    plan, avals = Plan(slots), [_jax.typeof(x) for x in leaves]
+    body = body_over_leaves(params["jaxpr"], plan, avals)
+    seeds: list[Any] = []
+    if trace.parent_trace is not _jax.eval_trace and not any(params["donated_invars"]):
         # Part of a larger program, where it may be in a loop, or called again: what it makes dense is made so before it.
-        body, seeds = seeded(trace, params["jaxpr"], Plan(slots), body, operands, len(operands))
+        body, seeds = seeded(trace, params["jaxpr"], plan, body, operands, len(operands))
     consts, new = _rewritten(body, slots, avals, params, len(seeds))
     return body.results.build(primitive.bind(*consts, *seeds, *leaves, **new))
 
@@ -49,15 +55,38 @@ def _rewritten(
     )
 
 
-def _callable(body: Body, slots: Slots, avals: Sequence[Any], params: dict[str, Any]) -> Callable | None:
-    """The program as a `jax.jit` callable: at the top level its calls go through C++, those of `bind` do not."""
-    key = tuple([x for name, x in params.items() if name != "jaxpr"])
-    try:
-        return body.callables[key]
-    except KeyError:
-        consts, new = _rewritten(body, slots, avals, params)
-        call = body.callables[key] = None if consts else _jax.jit_callable(new)
-        return call
+class _Options:
+    """The parameters of a jit bind but its jaxpr: a key that does not keep the jaxpr alive."""
+
+    def __init__(self, params: dict[str, Any]):
+        self.params = {name: x for name, x in params.items() if name != "jaxpr"}
+        self._key = tuple(self.params.values())
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Options) and other._key == self._key
+
+
+@_jax.weakref_lru_cache
+def _callable(jaxpr: Any, slots: Slots, version: int, options: _Options) -> Callable | None:
+    """The program on the leaves as a `jax.jit` callable that returns values: at the top level its calls go through C++.
+
+    None where such a callable would lose something of the bind, or could not return what the program returns.
+    """
+    del version  # a key
+    reference = weakref.ref(
+        jaxpr
+    )  # this is kept by the jaxpr, and must not keep it; it is called while the jaxpr lives
+
+    def program(*leaves):
+        jaxpr: Any = reference()
+        body = body_over_leaves(jaxpr, Plan(slots), [_jax.typeof(x) for x in leaves])
+        return arrays_only(body.results.build(_jax.eval_jaxpr(body.jaxpr)(*leaves)))
+
+    donated = [d for d, n in zip(options.params["donated_invars"], slots.counts, strict=True) for _ in range(n)]
+    return _jax.jit_callable(program, options.params, donated)
 
 
 @treatment(CONSTRUCTS, _jax.remat_p)
