@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import morphax as mx
-from morphax._value import OBSERVER
+from morphax._events import OBSERVERS
 
 from .values import Box, Exp, X
 
@@ -54,21 +54,21 @@ def test_printed_it_is_a_table():
     """With a line of totals."""
     text = str(mx.explain(lambda v: jnp.sin(v) + 1)(Box(X)))
     lines = text.splitlines()
-    assert lines[0].split() == ["count", "operation", "operands", "result", "rule"]
-    assert lines[-1] == "1 by rules, 1 materialized"
+    assert lines[0].split() == ["count", "operation", "operands", "result", "bytes", "rule", "line"]
+    assert lines[-1] == "1 by rules, 1 materialized (24 bytes)"
 
 
 def test_to_dict():
     """For programs."""
     (row,) = mx.explain(jax.jit(lambda v: jnp.sin(v)))(Box(X)).to_dict()
-    assert set(row) == {"operation", "operands", "rule", "result", "line", "count"}
+    assert set(row) == {"operation", "operands", "rule", "result", "bytes", "line", "count"}
 
 
 def test_an_exception_ends_the_watching():
     """Nothing is watched after it."""
     with pytest.raises(KeyError):
         mx.explain(lambda v: {}[v])(1)
-    assert OBSERVER.get() is None
+    assert OBSERVERS.get() == ()
 
 
 def test_operators_of_raw_values_do_not_hide_the_rest():

@@ -356,7 +356,7 @@ def test_refusing_values_say_what_was_wanted():
     )
     assert "test_wrap.py" in text
     assert text.endswith(
-        "Write a rule: `@morphax.register(lax.atan2_p)` with `def atan2_rule(x0: Metre, x1: ArrayLike, **params)`."
+        "Write the rule:\n    @mx.register(lax.atan2_p)\n    def atan2_metre_array(x: Metre, y: ArrayLike) -> Metre: ..."
     )
     assert isinstance(error.value.__cause__, TypeError)
 

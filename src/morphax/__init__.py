@@ -6,8 +6,11 @@ from . import rules as _rules  # the built-in treatment of JAX's own primitives
 from ._array_value import ArrayValue as ArrayValue
 from ._array_value import field as field
 from ._array_value import register_type as register_type
+from ._checking import checking as checking
+from ._coverage import coverage as coverage
 from ._explain import explain as explain
 from ._parts import map_leaves as map_leaves
+from ._policy import materialization as materialization
 from ._registry import register as register
 from ._traits import derive as derive
 from ._value import aval_of as aval_of

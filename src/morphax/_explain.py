@@ -3,18 +3,20 @@
 print(mx.explain(model)(weights, x))
 """
 
+import html
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import equinox as eqx
 
-from . import _jax
-from ._value import OBSERVER, aval_of, is_value
+from ._events import Event, Observer, observing
 from ._wrap import dispatch
 
 MATERIALIZED = "materialized"
+_HEAD = ("count", "operation", "operands", "result", "bytes", "rule", "line")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Row:
         operands: Per operand its type and shape.
         rule: The rule that served it, with file and line, or "materialized".
         result: Type and shape of the result; empty if materialized.
+        bytes: The bytes of the arrays that values became for it, all occurrences together. An array that is there already
+            counts nothing.
         line: The user's line.
         count: How often it was met.
     """
@@ -34,13 +38,19 @@ class Row:
     operands: tuple[str, ...]
     rule: str
     result: str
+    bytes: int
     line: str
     count: int
+
+    def _cells(self) -> tuple[str, ...]:
+        made = f"{self.bytes:,}" if self.bytes else ""
+        line = os.path.basename(self.line)  # the file's name; the whole path would make the table wide
+        return str(self.count), self.operation, ", ".join(self.operands), self.result, made, self.rule, line
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. Printed, it is a table."""
+    """What `explain` found. Printed, it is a table; rich and notebooks show it as theirs."""
 
     rows: tuple[Row, ...]
 
@@ -49,53 +59,93 @@ class Explanation:
         """The rows of operations that made a value dense."""
         return tuple(row for row in self.rows if row.rule == MATERIALIZED)
 
+    @property
+    def totals(self) -> str:
+        """A line that counts."""
+        dense = sum(row.count for row in self.materialized)
+        made = sum(row.bytes for row in self.rows)
+        line = f"{sum(row.count for row in self.rows) - dense} by rules, {dense} materialized"
+        return f"{line} ({made:,} bytes)" if dense else line
+
     def to_dict(self) -> list[dict[str, Any]]:
         """The rows as plain dictionaries."""
         return [asdict(row) for row in self.rows]
 
+    def show(self) -> None:
+        """Print it by rich: with colours and in the width of the terminal, and plainly where there is none."""
+        from rich.console import Console
+
+        Console().print(self)
+
     def __str__(self) -> str:
-        head = ("count", "operation", "operands", "result", "rule")
-        body = [(str(r.count), r.operation, ", ".join(r.operands), r.result, r.rule) for r in self.rows]
-        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]
-        ]
-        rule = "  ".join("-" * w for w in widths)
-        served = sum(r.count for r in self.rows) - sum(r.count for r in self.materialized)
-        return "\n".join(
-            [lines[0], rule, *lines[1:], f"{served} by rules, {sum(r.count for r in self.materialized)} materialized"]
-        )
+        body = [row._cells() for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(x, widths, strict=True)).rstrip() for x in [_HEAD, *body]]
+        return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:], self.totals])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.totals}>"
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*_HEAD, caption=self.totals)
+        for row in self.rows:
+            table.add_row(*row._cells(), style="yellow" if row.rule == MATERIALIZED else None)
+        return table
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        rows = "".join(line("td", row._cells()) for row in self.rows)
+        return f"<table><caption>{html.escape(self.totals)}</caption>{line('th', _HEAD)}{rows}</table>"
 
 
-def describe(x: Any) -> str:
-    """Name an operand: the type of a value, and shape and dtype."""
-    aval = (aval_of(x) if is_value(x) else _jax.typeof(x)).str_short(short_dtypes=True)
-    return f"{type(x).__name__}({aval})" if is_value(x) else aval
+class Recorder(Observer):
+    """Keeps what it is told, and whether a wrapped function was called."""
 
-
-class _Recorder:
     def __init__(self) -> None:
-        self.seen: Counter[tuple[Any, ...]] = Counter()
-        self.calls = 0  # of wrapped functions
+        self.events: list[Event] = []
+        self.calls = 0
 
     def called(self) -> None:
+        """Count it."""
         self.calls += 1
 
-    def _add(self, operation: Any, operands: Sequence[Any], rule: str, results: Any) -> None:
-        results = results if isinstance(results, (list, tuple)) and not is_value(results) else [results]
-        told = ", ".join(
-            type(x).__name__ if not is_value(x) and hasattr(x, "dtype") is False else describe(x) for x in results
+    def told(self, event: Event) -> None:
+        """Keep it."""
+        self.events.append(event)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The events, alike ones together."""
+        counts: Counter[tuple[Any, ...]] = Counter()
+        sizes: Counter[tuple[Any, ...]] = Counter()
+        for event in self.events:
+            rule = MATERIALIZED if event.rule is None else event.rule.location.replace("`", "")
+            results = ", ".join(map(str, event.results))
+            key = str(event.operation), tuple(map(str, event.operands)), rule, results, event.line
+            counts[key] += 1
+            sizes[key] += sum(x.nbytes for x in event.dense)
+        return tuple(
+            Row(o, xs, rule, y, sizes[o, xs, rule, y, at], at, n) for (o, xs, rule, y, at), n in counts.items()
         )
-        self.seen[(str(operation), tuple(map(describe, operands)), rule, told, _jax.user_line())] += 1
-
-    def ruled(self, operation: Any, operands: Sequence[Any], rule: Any, results: Any) -> None:
-        self._add(operation, operands, rule.location.replace("`", ""), results)
-
-    def densified(self, operation: Any, operands: Sequence[Any]) -> None:
-        self._add(operation, operands, MATERIALIZED, [])
 
 
-def _dispatches(fn: Callable, args: Any, kwargs: Any, recorder: _Recorder) -> bool:
+def record(fn: Callable, args: Any, kwargs: Any) -> Recorder:
+    """Trace a function abstractly, and record what is dispatched.
+
+    Every call of a wrapped function in it is followed. Where there is none, it is taken for the function to be wrapped.
+    """
+    recorder = Recorder()
+    with observing(recorder, alone=True):
+        if not _dispatches(fn, args, kwargs, recorder):
+            recorder.events.clear()
+            eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
+    return recorder
+
+
+def _dispatches(fn: Callable, args: Any, kwargs: Any, recorder: Recorder) -> bool:
     """Call ``fn`` as it is, and say whether it called a wrapped function."""
     try:
         eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
@@ -121,14 +171,6 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
     """
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        recorder = _Recorder()
-        token = OBSERVER.set(recorder)
-        try:
-            if not _dispatches(fn, args, kwargs, recorder):
-                recorder.seen.clear()
-                eqx.filter_eval_shape(lambda a, k: dispatch(fn, a, k), args, kwargs)
-        finally:
-            OBSERVER.reset(token)
-        return Explanation(tuple(Row(*cast(Any, key), count=count) for key, count in recorder.seen.items()))
+        return Explanation(record(fn, args, kwargs).rows())
 
     return explained

@@ -10,6 +10,7 @@ JAX 0.10.2 to 0.12.0.1.
 import inspect
 import operator
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -341,6 +342,11 @@ def is_inexact(aval: Any) -> bool:
     return dtypes.issubdtype(aval.dtype, np.inexact)
 
 
+def nbytes(aval: Any) -> int:
+    """The bytes of an array of this type."""
+    return aval.size * getattr(aval.dtype, "itemsize", 0)
+
+
 def zeros(aval: Any) -> Any:
     """Return an array of zeros of type ``aval`` (also for ``float0``)."""
     return ad_util.zeros_like_aval(aval)
@@ -358,7 +364,7 @@ def user_line() -> str:
     """
     told = source_info_util.summarize(source_info_util.current())
     if told:
-        return told
+        return re.sub(r":(\d+):\d+ \(", r":\1 (", told)  # without the column, which not every version tells
     frame = sys._getframe(1)
     while frame is not None and not source_info_util.is_user_filename(frame.f_code.co_filename):
         frame = frame.f_back

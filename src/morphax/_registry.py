@@ -199,11 +199,36 @@ class Registry:
         methods = [m for m in self._rules[primitive].methods if m.implementation not in tried]
         return _resolve(primitive, methods, operands)
 
+    def misfits(self, primitive: Any, classes: Sequence[type]) -> Iterator[tuple[Rule, str, tuple[int, ...] | None]]:
+        """Yield each rule of a primitive with its signature, and the operands of these classes that it does not admit.
+
+        None in their place if it takes another number of operands.
+        """
+        resolver = self._rules.get(primitive)
+        for method in resolver.methods if resolver is not None else []:
+            signature = method.signature
+            wanted = list(signature.types)
+            if signature.has_varargs:
+                wanted += [signature.varargs] * (len(classes) - len(wanted))
+            pairs = list(zip(wanted, classes, strict=False))
+            misfits = tuple(i for i, (annotation, cls) in enumerate(pairs) if not _admits(annotation, cls))
+            found = misfits if len(wanted) == len(classes) else None
+            yield cast(Rule, method.implementation), _signature(signature), found
+
     def rules(self, primitive: Any) -> Iterator[tuple[Rule, str]]:
         """Yield each rule of a primitive with its signature as text."""
         if primitive in self._rules:
             for method in self._rules[primitive].methods:
                 yield cast(Rule, method.implementation), _signature(method.signature)
+
+
+def _admits(annotation: Any, cls: type) -> bool:
+    """Whether an annotation admits instances of a class; one that depends on more than the class is taken to."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(_admits(inner, cls) for inner in typing.get_args(annotation))
+    if not isinstance(annotation, type) or annotation is jax.Array or not _decided_by_type(annotation):
+        return annotation is not jax.Array or issubclass(cls, jax.Array)
+    return issubclass(cls, annotation)
 
 
 def _resolve(primitive: Any, methods: Sequence[Any], operands: Sequence[Any]) -> Rule | None:

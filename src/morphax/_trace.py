@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 
 from . import _jax
 from ._array_value import ArrayValue
+from ._events import OBSERVERS, Event, Operand
+from ._missing import reasons, spelling, stub
 from ._registry import UNDECIDED, JittedFunction, Rule, registry
 from ._tracer import DispatchTracer
-from ._value import OBSERVER, Structure, aval_of, holds_value, is_value, is_value_type, materialize, value_p
+from ._value import ABSTRACT, Structure, aval_of, holds_value, is_value, is_value_type, materialize, value_p
 from .errors import AmbiguousDefaultError, MaterializationError, RecursiveRuleError, RuleResultError
+from .primitives import is_neutral
 
 _trace_ctx = _jax.trace_ctx
 _ShapedArray = _jax.ShapedArray
@@ -60,7 +62,7 @@ class DispatchTrace(_jax.Trace):
         densify: How a value becomes an array in the parent: `materialize`, or `lift`, which leaves it to a dispatch around.
     """
 
-    __slots__ = ("_active", "_arrays", "_densify", "_keeps", "_rebuilt", "observer", "parent_trace", "tag")
+    __slots__ = ("_active", "_arrays", "_densify", "_keeps", "_made", "_rebuilt", "observers", "parent_trace", "tag")
 
     def __init__(
         self, parent: Any, tag: Any = None, keeps: int = _REBUILT, densify: Callable[[Any], Any] = materialize
@@ -69,7 +71,8 @@ class DispatchTrace(_jax.Trace):
         self.requires_low = False  # else hijax primitives lose their derivative rules before they are seen
         self.parent_trace = parent
         self.tag = _jax.TraceTag() if tag is None else tag
-        self.observer = OBSERVER.get()
+        self.observers = () if ABSTRACT.get() else OBSERVERS.get()
+        self._made: list[Operand] = []  # what became an array and was not told yet
         self._active: list[tuple[Rule, Any, Sequence[Any]]] = []  # the rules that run now
         self._densify = densify
         self._keeps = keeps
@@ -120,14 +123,20 @@ class DispatchTrace(_jax.Trace):
         finally:
             _trace_ctx.set_trace(previous)
 
-    def dense(self, value: Any) -> Any:
+    def dense(self, value: Any, *, asked: bool = False) -> Any:
         """Return the array that a value stands for. Computed once for each value and trace.
 
         A value that holds other values is materialized inside the dispatch, so that their rules serve it.
+
+        Args:
+            value: A value.
+            asked: Whether its author or user asked for the array: then there is nothing to be told.
         """
         held = self._arrays.get(id(value))
         if held is not None:
             return held[1]
+        if not asked:
+            self._note_dense(value)
         if holds_value(value):
             with _jax.set_current_trace(self):
                 array = materialize(value)
@@ -284,11 +293,14 @@ class DispatchTrace(_jax.Trace):
 
     def _apply(self, treatment: Callable, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         try:
-            return treatment(self, primitive, operands, params)
+            results = treatment(self, primitive, operands, params)
+            if self._made:
+                self._tell(primitive, operands, params)
+            return results
         except MaterializationError as error:
             if error.located:
                 raise
-            raise refusal(primitive, operands, error) from (error.__cause__ or error)
+            raise refusal(primitive, operands, params, error) from (error.__cause__ or error)
 
     def _ask(self, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Ask the rules. If one has an answer, the parent is left current; else the result is `NotImplemented`."""
@@ -316,12 +328,47 @@ class DispatchTrace(_jax.Trace):
             if result is not NotImplemented:
                 if primitive.multiple_results or not is_value_type(type(result)):
                     _check(result, rule, primitive)
-                if self.observer is not None:
-                    self.observer.ruled(primitive, operands, rule, result)
+                if self.observers:
+                    self._tell_of_rule(primitive, operands, params, rule, result)
                 return result
             tried += (rule,)
             rule = registry.after(primitive, operands, tried)
         return NotImplemented
+
+    def _note_dense(self, value: Any) -> None:
+        if getattr(type(value), "materialize", None) == "error":
+            raise MaterializationError(
+                f'a `{type(value).__name__}` had to become an array, and the type says `materialize = "error"`'
+            )
+        if self.observers:
+            self._made.append(Operand.of(value))
+
+    def _tell(
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], rule: Any = None, results: Any = ()
+    ) -> None:
+        """Tell of an operation: of what served it, and what became dense for it."""
+        results = results if isinstance(results, (list, tuple)) and not is_value(results) else [results]
+        event = Event(
+            primitive,
+            tuple(map(Operand.of, operands)),
+            _meaningful(params, operands),
+            rule,
+            tuple(Operand.of(self.unbox(x)) for x in results if is_value(x) or hasattr(x, "dtype")),
+            tuple(self._made),
+            _jax.user_line(),
+        )
+        self._made.clear()
+        for observer in self.observers:
+            observer.told(event)
+
+    def _tell_of_rule(
+        self, primitive: Any, operands: Sequence[Any], params: dict[str, Any], rule: Rule, result: Any
+    ) -> None:
+        with _jax.set_current_trace(self.parent_trace):
+            for observer in self.observers:
+                if observer.sees_numbers:
+                    observer.ruled(primitive, operands, params, rule, result)
+        self._tell(primitive, operands, params, rule, result)
 
     def _ask_for_function(self, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         """Ask the rules for the whole function that a jit bind is the call of."""
@@ -336,29 +383,33 @@ class DispatchTrace(_jax.Trace):
         try:
             arrays = [self.dense(x) if is_value(x) else x for x in operands]
         except MaterializationError as error:
-            raise refusal(primitive, operands, error) from (error.__cause__ or error)
-        if self.observer is not None:
-            self.observer.densified(primitive, operands)
+            raise refusal(primitive, operands, params, error) from (error.__cause__ or error)
+        if self.observers:
+            self._tell(primitive, operands, params)
         with _jax.set_current_trace(self.parent_trace):
             return primitive.bind(*arrays, **params)
 
 
-def refusal(primitive: Any, operands: Sequence[Any], error: MaterializationError) -> MaterializationError:
+def refusal(
+    primitive: Any, operands: Sequence[Any], params: dict[str, Any], error: MaterializationError
+) -> MaterializationError:
     """The error of an operation that needs the array of a value which will not become one."""
-    if primitive in CONSTRUCTS:
-        needs, advice = "needs one of its operands as an array, and it", ""
-    else:
-        arguments = [f"x{i}: {type(x).__name__ if is_value(x) else 'ArrayLike'}" for i, x in enumerate(operands)]
+    needs = "needs one of its operands as an array, and it"
+    lines = []
+    if primitive not in CONSTRUCTS:
         needs = "has no rule, so its values had to become arrays, and one"
-        advice = (
-            f"\nWrite a rule: `@morphax.register({_spelling(primitive)})` with "
-            f"`def {primitive}_rule({', '.join(arguments)}, **params)`."
-        )
-    located = _error_type(type(error.__cause__))(
-        f"`{primitive}` of ({_types(operands)}) {needs} refuses: {error}\nAt {_jax.user_line()}.{advice}"
-    )
+        described = [Operand.of(x) for x in operands]
+        code = stub(primitive, described, _meaningful(params, operands))
+        lines = [*reasons(primitive, described), "Write the rule:", *(f"    {line}" for line in code.splitlines())]
+    what = f"`{primitive}` of ({_types(operands)}) {needs} refuses: {error}"
+    located = _error_type(type(error.__cause__))("\n".join([what, f"At {_jax.user_line()}.", *lines]))
     located.located = True
     return located
+
+
+def _meaningful(params: dict[str, Any], operands: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the parameters that a rule has to take into account."""
+    return tuple(name for name, x in params.items() if not is_neutral(name, x, operands))
 
 
 @functools.cache
@@ -375,10 +426,6 @@ def _error_type(refused: type) -> Any:
         return type("MaterializationError", (MaterializationError, refused), plain)
     except TypeError:  # exceptions of C extensions may have layouts that do not combine
         return MaterializationError
-
-
-def _spelling(primitive: Any) -> str:
-    return f"lax.{primitive}_p" if hasattr(jax.lax, f"{primitive}_p") else f"{primitive}_p"
 
 
 def _types(operands: Sequence[Any]) -> str:
@@ -424,7 +471,7 @@ def _ask_default(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], 
         names = " and ".join(f"`{cls.__name__}.default`" for cls in owners.values())
         raise AmbiguousDefaultError(
             f"`{primitive}` of ({_types(operands)}) has no rule, and {names} both claim it. Register a rule for these types: "
-            f"`@morphax.register({_spelling(primitive)})`."
+            f"`@morphax.register({spelling(primitive)})`."
         )
     if not owners:
         return NotImplemented

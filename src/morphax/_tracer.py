@@ -20,7 +20,7 @@ class DispatchTracer(_jax.Tracer):
 
     def dense(self) -> Any:
         """Return the array that the value stands for, in the parent trace."""
-        return self._trace.dense(self.value)
+        return self._trace.dense(self.value, asked=True)
 
     def to_concrete_value(self) -> Any:
         """Return the array if all parts of the value are concrete, else None: JAX asks this before it branches."""

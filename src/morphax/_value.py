@@ -83,17 +83,16 @@ def flatten(value: Any) -> tuple[list[Any], Structure | None]:
     return arrays, Structure(treedef, tuple(static))
 
 
-# Whoever wants to be told of each dispatch made meanwhile.
-OBSERVER: ContextVar[Any] = ContextVar("observer", default=None)
+ABSTRACT: ContextVar[bool] = ContextVar("abstract", default=False)  # whether an author's code is asked for a type
 
 
 def trace_abstractly(fun: Callable, avals: Sequence[Any]) -> Any:
     """Trace an author's code for what it says of a value. Nothing will be computed, and nobody is told of it."""
-    token = OBSERVER.set(None)
+    token = ABSTRACT.set(True)
     try:
         return _jax.trace_jaxpr(fun, avals)
     finally:
-        OBSERVER.reset(token)
+        ABSTRACT.reset(token)
 
 
 def _author(cls: type) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -13,11 +13,13 @@ import jax.tree_util as jtu
 
 from . import _jax
 from ._differentiation import meaning
+from ._events import OBSERVERS, observing
 from ._operators import dispatch_with
+from ._policy import Mode, Policy
 from ._registry import registry
 from ._trace import DispatchTrace, UnusedTrace
 from ._tracer import DispatchTracer
-from ._value import OBSERVER, flatten, is_value, is_value_type, lift, materialize
+from ._value import flatten, is_value, is_value_type, lift, materialize
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +32,7 @@ class Wrapped(eqx.Module, Generic[P, T]):
     """
 
     fn: Callable[P, T]
+    policy = None
 
     @property
     def __wrapped__(self) -> Callable[P, T]:
@@ -37,7 +40,7 @@ class Wrapped(eqx.Module, Generic[P, T]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function; values anywhere in it and in the arguments dispatch."""
-        if (observer := OBSERVER.get()) is not None:
+        for observer in OBSERVERS.get():
             observer.called()
         return dispatch(self.fn, args, kwargs)
 
@@ -45,10 +48,25 @@ class Wrapped(eqx.Module, Generic[P, T]):
         return self if instance is None else jtu.Partial(self, instance)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Wrapped) and (self.fn is other.fn or _same_method(self.fn, other.fn))
+        if not isinstance(other, Wrapped) or self.policy != other.policy:
+            return False
+        return self.fn is other.fn or _same_method(self.fn, other.fn)
 
     def __hash__(self) -> int:
         return hash((Wrapped, id(getattr(self.fn, "__func__", self.fn))))
+
+
+class _Guarded(Wrapped[P, T]):
+    """A wrapped function with a materialization policy of its own."""
+
+    policy: Policy = eqx.field(static=True)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function; values anywhere in it and in the arguments dispatch."""
+        with observing(self.policy):
+            return super().__call__(*args, **kwargs)
+
+    __eq__, __hash__ = Wrapped.__eq__, Wrapped.__hash__
 
 
 class NotArrays(Exception):
@@ -65,7 +83,7 @@ class _WrappedJit(Wrapped[P, T]):
         """Call the function; values anywhere in it and in the arguments dispatch."""
         if (
             _jax.current_trace() is _jax.eval_trace
-            and OBSERVER.get() is None
+            and not OBSERVERS.get()
             and not _jax.jit_is_disabled()
             and all(_is_array_type(type(x)) for x in jtu.tree_leaves((args, kwargs)))
         ):
@@ -115,7 +133,11 @@ def _same_method(a: Any, b: Any) -> bool:
     return isinstance(a, types.MethodType) and isinstance(b, types.MethodType) and a == b
 
 
-def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
+@overload
+def wrap(fn: Callable[P, T], *, materialize: Mode = ..., max_bytes: int = ...) -> Wrapped[P, T]: ...
+@overload
+def wrap(*, materialize: Mode = ..., max_bytes: int = ...) -> Callable[[Callable[P, T]], Wrapped[P, T]]: ...
+def wrap(fn: Any = None, *, materialize: Mode = "allow", max_bytes: int = 0) -> Any:
     """Make a function dispatch on array-ish values.
 
     Inside, every value in the arguments (and in ``fn`` itself, if that is a pytree) is an array whose operations go to the
@@ -124,7 +146,10 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
     too.
 
     Args:
-        fn: Any callable, written for arrays.
+        fn: Any callable, written for arrays. Without it, `wrap` with options is a decorator.
+        materialize: What happens where a value becomes an array for want of a rule, while the function is traced: as for
+            `materialization`.
+        max_bytes: Arrays up to this size may always be made.
 
     Returns:
         A callable with the name, documentation and signature of ``fn``; the same one for the same function, so that a
@@ -132,26 +157,39 @@ def wrap(fn: Callable[P, T]) -> Wrapped[P, T]:
 
     Raises:
         TypeError: If ``fn`` is not callable.
+        ValueError: If ``materialize`` is no policy.
     """
+    policy = None if materialize == "allow" else Policy(materialize, max_bytes)
+    if fn is None:
+        return functools.partial(wrap, materialize=materialize, max_bytes=max_bytes)
     if not callable(fn):
         raise TypeError(
             f"`wrap` takes a function, and got a `{type(fn).__name__}`. To call a function on values, write "
             "`wrap(f)(value, x)`; to make one value an array, `asarray(value)`."
         )
     if isinstance(fn, Wrapped):
-        return fn
-    namespace = getattr(fn, "__dict__", None)
-    kept = namespace.get("_morphax_wrapped") if namespace else None
-    if kept is not None and kept.fn is fn:  # (`functools.wraps` copies attributes to other functions)
-        return kept
-    kind = _WrappedJit if _jax.is_jit_without_options(fn) else Wrapped
-    wrapped = cast(Wrapped[P, T], eqx.module_update_wrapper(kind(fn)))
-    if isinstance(namespace, dict) and not isinstance(fn, eqx.Module):
-        try:
-            fn._morphax_wrapped = wrapped  # type: ignore[attr-defined]
-        except AttributeError:  # it does not want attributes; then each call makes a new one
-            pass
-    return wrapped
+        return fn if policy is None else wrap(fn.fn, materialize=materialize, max_bytes=max_bytes)
+    if isinstance(fn, (eqx.Module, types.MethodType)):  # a method would keep its instance alive in the function
+        return _wrapped(fn, policy)
+    try:
+        known = fn.__dict__.setdefault(_KEPT, {})
+    except AttributeError:  # it takes no attributes; then each call makes a new one
+        return _wrapped(fn, policy)
+    kept = known.get(policy)
+    if kept is None or kept.fn is not fn:  # (`functools.wraps` copies attributes to other functions)
+        if kept is not None:
+            known = fn.__dict__[_KEPT] = {}
+        kept = known[policy] = _wrapped(fn, policy)
+    return kept
+
+
+_KEPT = "_morphax_wrapped"
+
+
+def _wrapped(fn: Any, policy: Policy | None) -> Any:
+    if policy is not None:
+        return eqx.module_update_wrapper(_Guarded(fn, policy))
+    return eqx.module_update_wrapper(_WrappedJit(fn) if _jax.is_jit_without_options(fn) else Wrapped(fn))
 
 
 def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:

@@ -17,6 +17,14 @@ class MaterializationError(MorphaxError):
     located = False
 
 
+class PolicyError(MorphaxError, ValueError):
+    """A materialization policy that there is not."""
+
+
+class MaterializationWarning(UserWarning):
+    """A value became an array for want of a rule, where that was to be told."""
+
+
 class RegistrationError(MorphaxError, TypeError):
     """`register` or `register_type` was given something that can have no rule."""
 

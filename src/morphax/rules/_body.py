@@ -6,15 +6,17 @@ types of the leaves and the version of the registry.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _jax
+from .._events import OBSERVERS, Collector, Event, observing, tell
 from .._registry import registry
 from .._trace import DispatchTrace, subtrace
-from .._value import OBSERVER, Structure, flatten, is_value
+from .._value import Structure, flatten, is_value
 from ..errors import MaterializationError, StructureError
 
 
@@ -111,11 +113,19 @@ class Body:
         jaxpr: The closed jaxpr.
         results: How its results lie.
         materialized: The values that it makes dense, though they could be before it.
+        events: What was dispatched in it, if anybody observed.
     """
 
     jaxpr: Any
     results: Slots
     materialized: tuple[Seed, ...]
+    events: tuple[Event, ...]
+
+    def used(self) -> "Body":
+        """Tell observers of what is dispatched in the program, which is the one that will be bound."""
+        for event in self.events:
+            tell(event)
+        return self
 
     def hoisted(self) -> tuple[list[Any], Any]:
         """Return the program's constants, and the program with them as leading inputs."""
@@ -127,16 +137,17 @@ class Body:
 
 def body_over_leaves(jaxpr: Any, plan: Plan, avals: Sequence[Any]) -> Body:
     """Return a closed jaxpr as a program over leaves of these types, with the dispatch applied inside."""
-    if OBSERVER.get() is not None:  # it is to be told of what a kept program no longer says
+    observers = OBSERVERS.get()
+    if any(observer.sees_numbers for observer in observers):
         return _retrace(jaxpr, plan, tuple(avals))
-    body = _kept(jaxpr, plan, tuple(avals), registry.version)
+    body = _kept(jaxpr, plan, tuple(avals), registry.version, bool(observers))
     # A rule that closed over tracers left them in the constants: such a program belongs to this call alone.
     return _retrace(jaxpr, plan, tuple(avals)) if body is None else body
 
 
 @_jax.weakref_lru_cache
-def _kept(jaxpr: Any, plan: Plan, avals: tuple[Any, ...], version: int) -> Body | None:
-    del version
+def _kept(jaxpr: Any, plan: Plan, avals: tuple[Any, ...], version: int, observed: bool) -> Body | None:
+    del version, observed  # keys: one that is observed knows its events
     body = _retrace(jaxpr, plan, avals)
     return None if any(isinstance(c, _jax.Tracer) for c in body.jaxpr.consts) else body
 
@@ -165,8 +176,11 @@ def _retrace(jaxpr: Any, plan: Plan, avals: tuple[Any, ...]) -> Body:
             found.append((results, _materialized(trace, leaves)))
         return flat
 
-    retraced = _jax.trace_jaxpr(over_leaves, avals, _jax.debug_info_of(jaxpr))
-    return Body(retraced, *found[0])
+    observers = OBSERVERS.get()
+    collector = Collector(observers)
+    with observing(collector, alone=True) if observers else nullcontext():
+        retraced = _jax.trace_jaxpr(over_leaves, avals, _jax.debug_info_of(jaxpr))
+    return Body(retraced, *found[0], tuple(collector.events))
 
 
 def _materialized(trace: DispatchTrace, leaves: Sequence[Any]) -> tuple[Seed, ...]:
@@ -261,7 +275,8 @@ def settle(
             if is_value(x):
                 operands[carry[i]] = _dense_slot(trace, construct, i, x, body.results.structures[i])
         dense = wanted
-    return Settled(*seeded(trace, jaxpr, plan, body, operands, len(consts)), operands)
+    body, seeds = seeded(trace, jaxpr, plan, body, operands, len(consts))
+    return Settled(body.used(), seeds, operands)
 
 
 def _settling(trace: DispatchTrace, construct: Any, jaxpr: Any, plan: Plan, avals: Sequence[Any]) -> Body:

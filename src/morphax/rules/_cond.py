@@ -23,7 +23,7 @@ def cond(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: 
         if clashes <= dense:
             break
         dense |= clashes
-    consts, programs = _with_all_constants(bodies, avals)
+    consts, programs = _with_all_constants([body.used() for body in bodies], avals)
     index = trace.dense(index) if is_value(index) else index
     outs = primitive.bind(index, *consts, *leaves, **{**params, "branches": programs})
     return bodies[0].results.build(outs)

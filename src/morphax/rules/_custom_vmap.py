@@ -21,7 +21,7 @@ def custom_vmap(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], p
     leaves, slots = flatten_all(trace, operands)
     plan = Plan(slots, frozenset(range(len(jaxpr.out_avals))))
     body = body_over_leaves(jaxpr, plan, [_jax.typeof(x) for x in leaves])
-    consts, program = body.hoisted()
+    consts, program = body.used().hoisted()
     rule = _rule_over_leaves(params["rule"], len(consts), slots, params["in_tree"], trace.tag)
     new = dict(
         params,

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .. import _jax
+from .._events import OBSERVERS
 from .._registry import registry
 from .._trace import CONSTRUCTS, DispatchTrace, treatment
-from .._value import OBSERVER
 from .._wrap import NotArrays, arrays_only
 from ._body import Body, Plan, Slots, body_over_leaves, flatten_all, seeded
 
@@ -25,7 +25,7 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
             return trace.run(equations, params["jaxpr"], operands)
         return trace.call(_jax.eval_jaxpr(params["jaxpr"]), operands)
     leaves, slots = flatten_all(trace, operands)
-    if trace.parent_trace is _jax.eval_trace and OBSERVER.get() is None:
+    if trace.parent_trace is _jax.eval_trace and not OBSERVERS.get():
         call = _callable(params["jaxpr"], slots, registry.version, _Options(params))
         if call is not None:
             with suppress(NotArrays):
@@ -36,7 +36,7 @@ def jit(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: d
     if trace.parent_trace is not _jax.eval_trace and not any(params["donated_invars"]):
         # Part of a larger program, where it may be in a loop, or called again: what it makes dense is made so before it.
         body, seeds = seeded(trace, params["jaxpr"], plan, body, operands, len(operands))
-    consts, new = _rewritten(body, slots, avals, params, len(seeds))
+    consts, new = _rewritten(body.used(), slots, avals, params, len(seeds))
     return body.results.build(primitive.bind(*consts, *seeds, *leaves, **new))
 
 
@@ -94,7 +94,7 @@ def checkpoint(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], pa
     """Bind the checkpoint over leaves: rules run in the recomputed part too. The policy stays the same object."""
     leaves, slots = flatten_all(trace, operands)
     body = body_over_leaves(_jax.close_jaxpr(params["jaxpr"]), Plan(slots), [_jax.typeof(x) for x in leaves])
-    jaxpr, consts = _jax.open_jaxpr(body.jaxpr)
+    jaxpr, consts = _jax.open_jaxpr(body.used().jaxpr)
     new = _jax.remat_params(params, jaxpr, len(consts), slots.counts)
     return body.results.build(primitive.bind(*consts, *leaves, **new))
 
@@ -105,7 +105,7 @@ def call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: 
     leaves, slots = flatten_all(trace, operands)
     name = "call_jaxpr" if "call_jaxpr" in params else "jaxpr"
     body = body_over_leaves(params[name], Plan(slots), [_jax.typeof(x) for x in leaves])
-    consts, program = body.hoisted()
+    consts, program = body.used().hoisted()
     new = {**params, name: program}
     if "out_memory_spaces" in params:
         spaces = zip(params["out_memory_spaces"], body.results.counts, strict=True)

@@ -156,4 +156,5 @@ def _condition(trace: DispatchTrace, jaxpr: Any, operands: Sequence[Any], num_co
     if structure is not None and not is_leafwise(structure, body.jaxpr.out_avals):
         plan = Plan(slots, frozenset([0]))
         body = body_over_leaves(jaxpr, plan, avals)
-    return seeded(trace, jaxpr, plan, body, operands, num_consts)
+    body, seeds = seeded(trace, jaxpr, plan, body, operands, num_consts)
+    return body.used(), seeds

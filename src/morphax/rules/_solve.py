@@ -32,7 +32,7 @@ def custom_linear_solve(
         plan = Plan(slots.extended(len(vectors)), frozenset(range(len(jaxpr.out_avals))))
         body = body_over_leaves(jaxpr, plan, [*avals, *vectors])
         body, seeds = seeded(trace, jaxpr, plan, body, [*group, *vectors], len(group))  # once, before the iterations
-        hoisted, program = body.hoisted()
+        hoisted, program = body.used().hoisted()
         programs.append(program)
         consts.append([*hoisted, *seeds, *leaves])
     new = dict(params, jaxprs=type(jaxprs)(*programs), const_lengths=type(lengths)(*map(len, consts)))
