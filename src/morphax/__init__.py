@@ -2,7 +2,7 @@
 
 from . import errors as errors
 from . import primitives as primitives
-from . import rules as _rules  # the built-in treatment of JAX's own primitives
+from . import rules as _rules  # pyright: ignore[reportUnusedImport]  # the built-in treatment of JAX's own primitives
 from ._array_value import ArrayValue as ArrayValue
 from ._array_value import field as field
 from ._array_value import register_type as register_type

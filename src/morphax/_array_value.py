@@ -28,7 +28,7 @@ def _lifting(author: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Replace an author's `__jax_array__` by one that lifts: what JAX asks of a raw value, wherever it meets one."""
 
     @functools.wraps(author)
-    def __jax_array__(self):
+    def __jax_array__(self: Any):
         if type(self).__jax_array__ is not __jax_array__:
             return author(self)  # reached through `super()` by the author of a subclass
         if isinstance(self, Operators) and _jax.asked_by_operator():
@@ -54,7 +54,7 @@ def register_type(cls: type) -> type:
     Raises:
         RegistrationError: If ``cls`` is no class, is an array type, or has no `__jax_array__`.
     """
-    if not isinstance(cls, type) or not is_value_type(cls):
+    if not isinstance(cls, type) or not is_value_type(cls):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RegistrationError(
             f"`register_type` takes a class whose instances stand for an array, and {cls!r} has no `__jax_array__` method "
             "(or is an array type of JAX or NumPy itself). Give it `def __jax_array__(self): return ...`."
@@ -89,11 +89,11 @@ def _shadow_properties(cls: type) -> None:
             setattr(cls, name, _Shadow())
 
 
-def _checked_init(init: Callable, static: tuple[str, ...], fields: tuple[str, ...]) -> Callable:
+def _checked_init(init: Callable[..., Any], static: tuple[str, ...], fields: tuple[str, ...]) -> Callable[..., Any]:
     """Run what has to hold of a new instance after its own `__init__`, and not after those it calls through `super()`."""
 
     @functools.wraps(init)
-    def __init__(self, *args, **kwargs):
+    def __init__(self: Any, *args: Any, **kwargs: Any):
         init(self, *args, **kwargs)
         if type(self).__init__ is not __init__:
             return
@@ -238,14 +238,14 @@ def _register_pytree(cls: type, names: tuple[str, ...], static: tuple[str, ...])
     keys = tuple(jtu.GetAttrKey(name) for name in names)
     flatten_value, unflatten, cls._has_only = _written_functions(cls, names, static)  # type: ignore[attr-defined]
 
-    def flatten_with_keys(value):
+    def flatten_with_keys(value: Any):
         children, metadata = flatten_value(value)
         return tuple(zip(keys, children, strict=True)), metadata
 
     jtu.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten_value)
 
 
-def _written_functions(cls: type, names: tuple[str, ...], static: tuple[str, ...]) -> list[Callable]:
+def _written_functions(cls: type, names: tuple[str, ...], static: tuple[str, ...]) -> list[Callable[..., Any]]:
     """Write functions for the fields of a class, as `dataclasses` writes its `__init__`.
 
     Every call of a jitted function runs the first two on each value, every operation on values the third. Loops over the

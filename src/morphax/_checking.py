@@ -5,7 +5,7 @@ model(weights, x)            # a rule that returns another shape or dtype than i
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ class Checker(Observer):
         else:
             results = result if primitive.multiple_results else [result]
 
-            def bind(*arrays):
+            def bind(*arrays: Any):
                 return primitive.bind(*arrays, **params)
 
         expected = _expected(bind, [aval_of(x) if is_value(x) else _jax.typeof(x) for x in operands])
@@ -87,7 +87,7 @@ def _is_close(got: Any, want: Any) -> bool:
 
 
 @contextmanager
-def checking(*, numbers: bool = False) -> Iterator[None]:
+def checking(*, numbers: bool = False) -> Generator[None]:
     """Check each rule's results in this block: shape, dtype and weak type must be the primitive's own.
 
     The environment variable ``MORPHAX_CHECK=1`` does so for the whole process. Programs are traced anew, so this is for tests.

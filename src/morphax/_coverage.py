@@ -67,7 +67,7 @@ class Coverage:
         return "\n\n".join([*map(str, self.gaps), total])
 
 
-def coverage(fn: Callable, /, *args: Any, **kwargs: Any) -> Coverage:
+def coverage(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Coverage:
     """Say what a function would make dense, before anything runs.
 
     Args:

@@ -69,14 +69,14 @@ def _is_linear(structure: Structure, avals: tuple[Any, ...]) -> bool:
     moving = [aval for aval, moves in zip(avals, inexact, strict=True) if moves]
     fixed = [aval for aval, moves in zip(avals, inexact, strict=True) if not moves]
 
-    def dense(constants, leaves):
+    def dense(constants: Any, leaves: Any):
         constants, leaves = iter(constants), iter(leaves)
         return materialize(structure.build([next(leaves) if moves else next(constants) for moves in inexact]))
 
-    def itself(*xs):
+    def itself(*xs: Any):
         return [dense(xs[: len(fixed)], xs[len(fixed) :])]
 
-    def tangent(*xs):
+    def tangent(*xs: Any):
         primals, constants, tangents = np.split(np.arange(len(xs)), [len(moving), len(moving) + len(fixed)])
         constants = [xs[i] for i in constants]
         point, direction = tuple(xs[i] for i in primals), tuple(xs[i] for i in tangents)
@@ -126,8 +126,8 @@ def dense_tangent(structure: Structure, primals: Sequence[Any], tangents: Sequen
     """Return the tangent of the array that a value stands for, given the tangents of its leaves."""
     moves = [_jax.is_inexact(_jax.typeof(p)) for p in primals]
 
-    def dense(*moving):
-        moving = iter(moving)
+    def dense(*given: Any):
+        moving = iter(given)
         return dense_of_leaves(
             *(next(moving) if m else p for p, m in zip(primals, moves, strict=True)), structure=structure
         )
@@ -137,7 +137,7 @@ def dense_tangent(structure: Structure, primals: Sequence[Any], tangents: Sequen
     return jax.jvp(dense, point, direction)[1]
 
 
-def _jvp(primals, tangents, *, structure):
+def _jvp(primals: Any, tangents: Any, *, structure: Any):
     out = value_p.bind(*primals, structure=structure)
     if all(isinstance(t, _jax.Zero) for t in tangents):
         return out, _jax.Zero(_jax.typeof(out).to_tangent_aval())
@@ -176,8 +176,8 @@ def leaf_cotangents(structure: Structure, leaves: Sequence[Any], avals: Sequence
             )
         return [ct if m else None for m in moves]
 
-    def dense(*moving):
-        moving = iter(moving)
+    def dense(*given: Any):
+        moving = iter(given)
         return dense_of_leaves(
             *(next(moving) if m else x for x, m in zip(leaves, moves, strict=True)), structure=structure
         )
@@ -191,7 +191,7 @@ def leaf_cotangents(structure: Structure, leaves: Sequence[Any], avals: Sequence
     return [next(pulled) if m else None for m in moves]
 
 
-def _transpose(ct, *leaves, structure):
+def _transpose(ct: Any, *leaves: Any, structure: Any):
     avals = [x.aval if _jax.is_undefined_primal(x) else _jax.typeof(x) for x in leaves]
     if isinstance(ct, _jax.Zero):
         return [
@@ -242,10 +242,10 @@ def _consists_of_parts(structure: Structure, avals: Sequence[Any]) -> bool:
         return False
     found: list[bool] = []
 
-    def ask(*leaves):
+    def ask(*leaves: Any):
         parts: list[Any] = []
 
-        def note(part):
+        def note(part: Any):
             parts.append(part)
             return part
 
@@ -257,7 +257,7 @@ def _consists_of_parts(structure: Structure, avals: Sequence[Any]) -> bool:
     return found[0]
 
 
-def _batch(leaves, axes, *, structure):
+def _batch(leaves: Any, axes: Any, *, structure: Any):
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
     avals = tuple(
         _jax.typeof(x)

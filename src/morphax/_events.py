@@ -4,7 +4,7 @@ An `Event` is an operation on values: the rule that served it, or the values tha
 each, wherever the dispatch goes: programs over leaves that are kept for later calls keep their events too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ OBSERVERS = _Observers()
 
 
 @contextmanager
-def observing(*observers: Observer, alone: bool = False) -> Iterator[None]:
+def observing(*observers: Observer, alone: bool = False) -> Generator[None]:
     """Let observers be told of what is dispatched in this block, in place of the others or beside them."""
     token = OBSERVERS.set(observers if alone else (*OBSERVERS.get(), *observers))
     try:

@@ -132,7 +132,7 @@ class Recorder(Observer):
         )
 
 
-def record(fn: Callable, args: Any, kwargs: Any) -> Recorder:
+def record(fn: Callable[..., Any], args: Any, kwargs: Any) -> Recorder:
     """Trace a function abstractly, and record what is dispatched.
 
     Every call of a wrapped function in it is followed. Where there is none, it is taken for the function to be wrapped.
@@ -145,7 +145,7 @@ def record(fn: Callable, args: Any, kwargs: Any) -> Recorder:
     return recorder
 
 
-def _dispatches(fn: Callable, args: Any, kwargs: Any, recorder: Recorder) -> bool:
+def _dispatches(fn: Callable[..., Any], args: Any, kwargs: Any, recorder: Recorder) -> bool:
     """Call ``fn`` as it is, and say whether it called a wrapped function."""
     try:
         eqx.filter_eval_shape(lambda a, k: fn(*a, **k), args, kwargs)
@@ -156,7 +156,7 @@ def _dispatches(fn: Callable, args: Any, kwargs: Any, recorder: Recorder) -> boo
     return bool(recorder.calls)
 
 
-def explain(fn: Callable) -> Callable[..., Explanation]:
+def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     """Return a function that says what ``fn`` would dispatch, and what would be made dense.
 
     Nothing is computed: ``fn`` is traced abstractly, as by `jax.eval_shape`, and every call of a wrapped function in it is

@@ -237,7 +237,7 @@ def asked_for_sharding() -> bool:
     return sys._getframe(2).f_code is api._infer_src_sharding.__code__
 
 
-def trace_jaxpr(fun: Callable, avals: Sequence[Any], debug_info: Any = None) -> Any:
+def trace_jaxpr(fun: Callable[..., Any], avals: Sequence[Any], debug_info: Any = None) -> Any:
     """Trace ``fun``, which takes and returns lists of arrays, to a closed jaxpr.
 
     Unlike `jax.make_jaxpr` it keeps avals as they are (weak types, shardings, manual axes), runs ``fun`` once, and takes
@@ -269,10 +269,10 @@ def dce_jaxpr(closed: Any) -> tuple[Any, list[bool]]:
 def inlined(closed: Any) -> Any:
     """Return a closed jaxpr without its jit calls, to be compared with another: transformations rename them."""
 
-    def run(jaxpr, args):
+    def run(jaxpr: Any, args: Any):
         env = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, *args), strict=True))
 
-        def read(v):
+        def read(v: Any):
             return v.val if isinstance(v, core.Literal) else env[v]
 
         for eqn in jaxpr.jaxpr.eqns:
@@ -419,7 +419,7 @@ def is_inlined(params: dict[str, Any]) -> bool:
     return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since 0.12
 
 
-def jit_callable(fun: Callable, params: dict[str, Any], donated: Sequence[bool]) -> Callable | None:
+def jit_callable(fun: Callable[..., Any], params: dict[str, Any], donated: Sequence[bool]) -> Callable[..., Any] | None:
     """Return a `jax.jit` of ``fun`` with the parameters of a bind; None where it could lose one of them.
 
     Shardings, layouts, compiler options and meshes keep their exact form only in the bind itself.
@@ -442,7 +442,7 @@ def jit_callable(fun: Callable, params: dict[str, Any], donated: Sequence[bool])
     return jax.jit(fun, donate_argnums=positions, keep_unused=params["keep_unused"], inline=params["inline"])
 
 
-def with_its_jvp(primitive: Any, params: dict[str, Any]) -> Callable | None:
+def with_its_jvp(primitive: Any, params: dict[str, Any]) -> Callable[..., Any] | None:
     """Return what a hijax primitive expands to as a `custom_jvp` function with the primitive's own rule, if it has one."""
     prim = params["_prim"]
     base = next(cls for cls in reversed(type(prim).__mro__) if hasattr(cls, "jvp"))
@@ -451,10 +451,10 @@ def with_its_jvp(primitive: Any, params: dict[str, Any]) -> Callable | None:
     rule = ad.primitive_jvps[primitive]
 
     @jax.custom_jvp
-    def expanded(*operands):
+    def expanded(*operands: Any):
         return tuple(primitive.to_lojax(*operands, **params))
 
-    def jvp(primals, tangents):
+    def jvp(primals: Any, tangents: Any):
         zeros_as_theirs = [Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
         outs, tangents_out = rule(primals, zeros_as_theirs, **params)
         return tuple(outs), tuple(instantiate(t) for t in tangents_out)
@@ -549,7 +549,7 @@ def jit_is_disabled() -> bool:
     return config.disable_jit.value
 
 
-def source_if_one_bind(function: Callable) -> str | None:
+def source_if_one_bind(function: Callable[..., Any]) -> str | None:
     """Return what a jit's debug information calls ``function``; None unless each call of it is one jit bind."""
     info = getattr(function, "_jit_info", None)
     if info is None or type(function) is not _JITTED:  # `functools.wraps` copies the attribute to other functions
@@ -560,7 +560,7 @@ def source_if_one_bind(function: Callable) -> str | None:
     return api_util.fun_sourceinfo(function)
 
 
-def called_with_defaults(function: Callable, jaxpr: Any, avals: Sequence[Any]) -> bool:
+def called_with_defaults(function: Callable[..., Any], jaxpr: Any, avals: Sequence[Any]) -> bool:
     """Whether a jit's closed ``jaxpr`` is the one that ``function`` gives on these avals with default arguments.
 
     Static arguments leave no other mark in a jit bind.

@@ -21,15 +21,15 @@ def dispatch_with(call: Callable[..., Any]) -> None:
     _call = call
 
 
-def _unary(function: Callable) -> Callable:
-    def operate(self):
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def operate(self: Any):
         return _call(function, self)
 
     return operate
 
 
-def _binary(function: Callable, *, reflected: bool = False) -> Callable:
-    def operate(self, other):
+def _binary(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def operate(self: Any, other: Any):
         # What no array accepts gets its own turn, or Python's error with both types. (A NamedTuple may be array-ish.)
         no_array = other is None or isinstance(other, (str, bytes, list, tuple, dict, set))
         if no_array and not hasattr(type(other), "__jax_array__"):
@@ -39,11 +39,11 @@ def _binary(function: Callable, *, reflected: bool = False) -> Callable:
     return operate
 
 
-def _method(name: str) -> Callable:
-    def call(array, *args, **kwargs):
+def _method(name: str) -> Callable[..., Any]:
+    def call(array: Any, *args: Any, **kwargs: Any):
         return getattr(array, name)(*args, **kwargs)
 
-    def method(self, *args, **kwargs):
+    def method(self: Any, *args: Any, **kwargs: Any):
         return _call(call, self, *args, **kwargs)
 
     method.__name__ = name
@@ -63,10 +63,10 @@ class _IndexUpdate:
     def __init__(self, value: Any, index: Any):
         self._value, self._index = value, index
 
-    def __getattr__(self, name: str) -> Callable:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         index = self._index
 
-        def update(*args, **kwargs):
+        def update(*args: Any, **kwargs: Any):
             return _call(
                 lambda array, *xs, **kw: getattr(array.at[index], name)(*xs, **kw), self._value, *args, **kwargs
             )
@@ -126,7 +126,7 @@ class Operators:
     T, mT, real, imag = map(_property, ("T", "mT", "real", "imag"))
     at = property(_At, doc="As `jax.Array.at`: ``value.at[index].set(x)`` gives an updated array or value.")
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any):
         return _call(operator.getitem, self, index)
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Operators:
     def __array_namespace__(self, *, api_version: str | None = None):
         return jnp
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.__jax_array__(), dtype=dtype)  # type: ignore[attr-defined]
 
     def __bool__(self) -> bool:
@@ -158,7 +158,7 @@ class Operators:
     def __index__(self) -> int:
         return operator.index(self.__jax_array__())  # type: ignore[attr-defined]
 
-    def item(self, *args):
+    def item(self, *args: Any):
         """As `jax.Array.item`."""
         return self.__jax_array__().item(*args)  # type: ignore[attr-defined]
 

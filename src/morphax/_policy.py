@@ -7,7 +7,7 @@ model = mx.wrap(model, materialize="warn")
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,7 +67,7 @@ def _explanation(event: Event, size: int) -> str:
 
 
 @contextmanager
-def materialization(mode: Mode, *, max_bytes: int = 0) -> Iterator[None]:
+def materialization(mode: Mode, *, max_bytes: int = 0) -> Generator[None]:
     """Say what happens in this block where a value becomes an array for want of a rule.
 
     A program that `jax.jit` has compiled before is not traced again, so that nothing is told of it.

@@ -113,7 +113,7 @@ class Registry:
     def add(
         self,
         primitives: Sequence[Any],
-        function: Callable,
+        function: Callable[..., Any],
         *,
         precedence: int,
         override: bool,
@@ -134,7 +134,7 @@ class Registry:
             same = [m for m in resolver.methods if m.signature == signature]
             if same and not override:
                 raise DuplicateRuleError(
-                    f"`{key}` has a rule for {_signature(signature)} already: {same[0].implementation.location}. "
+                    f"`{key}` has a rule for {_signature(signature)} already: {cast(Rule, same[0].implementation).location}. "
                     f"To replace it by {rule.location}, write `@register({key}_p, override=True)`."
                 )
             for method in same:
@@ -243,7 +243,7 @@ def _resolve(primitive: Any, methods: Sequence[Any], operands: Sequence[Any]) ->
     try:
         return cast(Rule, resolver.resolve(tuple(operands)).implementation)
     except plum.AmbiguousLookupError as error:
-        rivals = [m.implementation.location for m in error.methods]
+        rivals = [cast(Rule, m.implementation).location for m in error.methods]
         types_ = ", ".join(type(x).__name__ for x in operands)
         raise AmbiguousRuleError(
             f"`{primitive}` of ({types_}) fits several rules, and none is more specific: {' and '.join(rivals)}. Register a "
@@ -298,7 +298,7 @@ def _named_types(annotation: Any) -> Iterator[type]:
         yield annotation
 
 
-def _read_signature(function: Callable, precedence: int, plain: bool | None, names: Any) -> tuple[Any, Rule]:
+def _read_signature(function: Callable[..., Any], precedence: int, plain: bool | None, names: Any) -> tuple[Any, Rule]:
     """Turn a rule's annotations into a plum signature, and its keywords into the parameters that it takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -337,7 +337,7 @@ def _read_signature(function: Callable, precedence: int, plain: bool | None, nam
     return signature, Rule(function, taken, wants_primitive, plain, keywords is None and not wants_primitive)
 
 
-def _evaluate(function: Callable, parameter: inspect.Parameter, names: Any) -> Any:
+def _evaluate(function: Callable[..., Any], parameter: inspect.Parameter, names: Any) -> Any:
     """Return a parameter's annotation; one that is a string may name what is local to the registering code."""
     annotation = parameter.annotation
     if annotation is parameter.empty:
@@ -358,7 +358,7 @@ registry = Registry()
 
 def register(
     *primitives: Any, precedence: int = 0, override: bool = False, plain: bool = False
-) -> Callable[[Callable], Callable]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a rule: what to do when a primitive, or a jitted function, meets operands of certain types.
 
     The annotations of the positional parameters choose; among the rules that fit, the most specific one runs. It gets the
@@ -383,7 +383,7 @@ def register(
     if not primitives:
         raise RegistrationError("`register` needs the primitive that the rule is for: `@register(jax.lax.sin_p)`.")
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         frame = sys._getframe(1)
         registry.add(primitives, function, precedence=precedence, override=override, plain=plain, names=frame.f_locals)
         return function

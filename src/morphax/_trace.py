@@ -9,7 +9,7 @@ that the bind can be expressed in; and last, every value becomes an array and th
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,15 +34,19 @@ _set_current, _set_current_key = _current.set_local, _current_key.set_local  # 0
 # operands; it runs under the parent and returns what the primitive returns, values in place of arrays where it likes, or
 # `NotImplemented`.
 CONSTRUCTS: dict[
-    Any, Callable
+    Any, Callable[..., Any]
 ] = {}  # higher-order primitives: their bodies meet rules, so no type's `default` is asked
-FALLBACKS: dict[Any, Callable] = {}  # primitives that can be done without a rule and without making a value dense
+FALLBACKS: dict[
+    Any, Callable[..., Any]
+] = {}  # primitives that can be done without a rule and without making a value dense
 
 
-def treatment(table: dict[Any, Callable], *primitives: Any) -> Callable[[Callable], Callable]:
+def treatment(
+    table: dict[Any, Callable[..., Any]], *primitives: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the built-in treatment of primitives (those that this JAX has) in one of the tables above."""
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         table.update({p: function for p in primitives if p is not None})
         return function
 
@@ -174,7 +178,7 @@ class DispatchTrace(_jax.Trace):
             if id(value) in self._arrays:
                 yield structure, leaves
 
-    def call(self, fun: Callable, operands: Sequence[Any]) -> list[Any]:
+    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
         """Call a flat function on values and arrays, dispatching. The parent must be current."""
         boxed = [self.box(x) for x in operands]
         with _jax.set_current_trace(self):
@@ -291,7 +295,9 @@ class DispatchTrace(_jax.Trace):
                     return results
         return self.bind_dense(primitive, operands, params)
 
-    def _apply(self, treatment: Callable, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    def _apply(
+        self, treatment: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
         try:
             results = treatment(self, primitive, operands, params)
             if self._made:
@@ -558,7 +564,7 @@ def _check_one(x: Any, rule: Rule, primitive: Any) -> None:
 
 
 @contextmanager
-def subtrace(tag: Any = None) -> Iterator[DispatchTrace]:
+def subtrace(tag: Any = None) -> Generator[DispatchTrace]:
     """Dispatch over the trace that is current, as part of the transformation with this tag."""
     with _jax.take_current_trace() as parent:
         trace = DispatchTrace(parent, tag, sys.maxsize)

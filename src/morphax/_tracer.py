@@ -45,11 +45,11 @@ class DispatchTracer(_jax.Tracer):
         array = self.to_concrete_value()
         return super().__complex__() if array is None else complex(array)
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any):
         array = self.to_concrete_value()
         return super().__array__(*args, **kwargs) if array is None else array.__array__(*args, **kwargs)
 
-    def item(self, *args):
+    def item(self, *args: Any):
         """As `jax.Array.item`."""
         array = self.to_concrete_value()
         return super().__getattr__("item")(*args) if array is None else array.item(*args)

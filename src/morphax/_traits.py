@@ -42,10 +42,6 @@ _LAST = (
 )  # the precedence of derived rules: a rule that an author wrote wins wherever neither is more specific
 
 
-class _Nothing:
-    """Admitted beside the type and arrays, and never met: so the signature of a derived rule is nobody else's."""
-
-
 _REDUCING = (lax.cumsum_p, lax.neg_p, lax.reduce_sum_p, lax.reduce_window_sum_p)
 _ADDING = (lax.add_p, lax.scatter_add_p, lax.sub_p)
 _SCALING = (lax.div_p, lax.mul_p)
@@ -90,7 +86,7 @@ def derive(cls: T) -> T:
 def _register(cls: type, hook: str, primitives: Sequence[Any], rule: Callable[..., Any]) -> None:
     """Register a rule on values of a class and arrays; it passes for the hook when Morphax names it."""
 
-    def derived(*operands, primitive, **params):
+    def derived(*operands: Any, primitive: Any, **params: Any):
         return rule(primitive, operands, params)
 
     signature = inspect.signature(derived)

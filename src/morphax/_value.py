@@ -86,7 +86,7 @@ def flatten(value: Any) -> tuple[list[Any], Structure | None]:
 ABSTRACT: ContextVar[bool] = ContextVar("abstract", default=False)  # whether an author's code is asked for a type
 
 
-def trace_abstractly(fun: Callable, avals: Sequence[Any]) -> Any:
+def trace_abstractly(fun: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """Trace an author's code for what it says of a value. Nothing will be computed, and nobody is told of it."""
     token = ABSTRACT.set(True)
     try:
@@ -198,7 +198,7 @@ def aval_of_structure(structure: Structure, avals: tuple[Any, ...], context: Any
     del context
     found: list[Any] = []
 
-    def ask(*leaves):
+    def ask(*leaves: Any):
         found.append(aval_of(structure.build(leaves)))
         return []
 

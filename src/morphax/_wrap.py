@@ -3,7 +3,7 @@
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -101,7 +101,7 @@ def _is_array_type(cls: type) -> bool:
     return issubclass(cls, _jax.ARRAY_TYPES) and not issubclass(cls, _jax.Tracer)
 
 
-def _program(fn: Any) -> Callable | None:
+def _program(fn: Any) -> Callable[..., Any] | None:
     """The program of a jitted function on values. None where a rule is for the jit itself: it is to see the arrays."""
     version, program = getattr(fn, "_morphax_program", (None, None))
     if version == registry.version:
@@ -114,7 +114,7 @@ def _program(fn: Any) -> Callable | None:
     return program
 
 
-def _call_for_arrays(fn: Callable, /, *args: Any, **kwargs: Any) -> Any:
+def _call_for_arrays(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return arrays_only(dispatch(fn, args, kwargs))
 
 
@@ -192,7 +192,7 @@ def _wrapped(fn: Any, policy: Policy | None) -> Any:
     return eqx.module_update_wrapper(_WrappedJit(fn) if _jax.is_jit_without_options(fn) else Wrapped(fn))
 
 
-def dispatch(fn: Callable, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:
+def dispatch(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
     """Call ``fn`` under a dispatching trace, made with these options."""
     with _jax.take_current_trace() as parent:
         trace = UnusedTrace(parent, **options)
@@ -256,7 +256,7 @@ def asarray(x: Any) -> Any:
 
 
 @contextmanager
-def dispatching() -> Iterator[None]:
+def dispatching() -> Generator[None]:
     """Make operations in this block dispatch on values, with no wrapper: ``jnp.sin(value)``.
 
     Results that are values are tracers, which die with the block: take them out with `unwrap`. Calls of jitted functions
@@ -293,7 +293,7 @@ def _staged(value: Any) -> Any:
     return materialize(value) if refuses else lift(value)
 
 
-def _operate(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _operate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an operator or method of a value: in the current dispatch, or in one of its own, which gives the value back."""
     trace = _jax.current_trace()
     if not isinstance(trace, DispatchTrace):

@@ -56,7 +56,7 @@ class LoraArray(mx.ArrayValue):
             raise ValueError(
                 f"a LoRA update is a product of two matrices, and `w` has shape {shape}: it needs two dimensions."
             )
-        if not isinstance(rank, Integral) or isinstance(rank, bool):
+        if not isinstance(rank, Integral) or isinstance(rank, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"`rank` must be an integer, got {rank!r}.")
         *batch, m, n = shape
         if not 1 <= rank <= min(m, n):
@@ -106,7 +106,7 @@ class LoraArray(mx.ArrayValue):
 
 
 @mx.register(lax.dot_general_p, precedence=2)
-def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
+def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers: Any, **params: Any):
     """``(w + s b a) y = w y + s b (a y)``."""
     (lc, _), (lb, _) = dimension_numbers
     k = len(x.shape) - 2
@@ -124,7 +124,7 @@ def dot_general_lora_any(x: LoraArray, y: Any, *, dimension_numbers, **params):
 
 
 @mx.register(lax.dot_general_p, precedence=1)
-def dot_general_any_lora(x: Any, y: LoraArray, *, dimension_numbers, **params):
+def dot_general_any_lora(x: Any, y: LoraArray, *, dimension_numbers: Any, **params: Any):
     """``x (w + s b a) = x w + s (x b) a``."""
     (lc, rc), (lb, rb) = dimension_numbers
     k = len(y.shape) - 2
@@ -173,7 +173,7 @@ def _free_axes_swapped(x: Array, num_batch: int, num_first: int) -> Array:
 
 
 @mx.register(lax.transpose_p)
-def transpose_lora(x: LoraArray, *, permutation):
+def transpose_lora(x: LoraArray, *, permutation: Any):
     """``(w + s b a)^T = w^T + s a^T b^T``; the last two axes must stay the last two."""
     k = len(x.shape) - 2
     if set(permutation[k:]) != {k, k + 1}:
@@ -183,7 +183,9 @@ def transpose_lora(x: LoraArray, *, permutation):
 
 
 @mx.register(lax.gather_p)
-def gather_rows_lora(x: LoraArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, fill_value, **params):
+def gather_rows_lora(
+    x: LoraArray, indices: ArrayLike, *, dimension_numbers: Any, slice_sizes: Any, fill_value: Any, **params: Any
+):
     """Rows of the weight plus rows of ``b`` times ``a``: an embedding lookup."""
     rows = tuple(slice_sizes) == (1, x.shape[1]) and dimension_numbers.start_index_map == (0,)
     last = jnp.ndim(indices) - 1
@@ -220,7 +222,7 @@ def neg_lora(x: LoraArray):
 
 
 @mx.register(lax.convert_element_type_p)
-def convert_lora(x: LoraArray, *, new_dtype, weak_type, sharding):
+def convert_lora(x: LoraArray, *, new_dtype: Any, weak_type: Any, sharding: Any):
     """All parts are converted, from one floating type to another."""
     floating = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new_dtype, jnp.floating)
     if not floating or weak_type or sharding is not None:

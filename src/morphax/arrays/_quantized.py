@@ -87,7 +87,7 @@ def _unit(dtype: Any) -> int:
 
 @mx.register(lax.dot_general_p)
 def dot_general_quantized_array(
-    x: QuantizedArray, y: ArrayLike, *, dimension_numbers, preferred_element_type, **params
+    x: QuantizedArray, y: ArrayLike, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ):
     """``(q s) y = s (q y)`` where the scale does not vary along what is summed, ``q (s y)`` where it varies only there."""
     y = jnp.asarray(y)
@@ -116,7 +116,7 @@ def dot_general_quantized_array(
 
 @mx.register(lax.dot_general_p)
 def dot_general_array_quantized(
-    x: ArrayLike, y: QuantizedArray, *, dimension_numbers, preferred_element_type, **params
+    x: ArrayLike, y: QuantizedArray, *, dimension_numbers: Any, preferred_element_type: Any, **params: Any
 ):
     """As with the operands exchanged; the free axes of ``x`` come first."""
     x = jnp.asarray(x)
@@ -144,14 +144,14 @@ def dot_general_array_quantized(
 
 
 @mx.register(lax.transpose_p)
-def transpose_quantized(x: QuantizedArray, *, permutation):
+def transpose_quantized(x: QuantizedArray, *, permutation: Any):
     """Both parts are transposed."""
     return QuantizedArray(lax.transpose(x.qvalue, permutation), lax.transpose(x.scale, permutation))
 
 
 @mx.register(lax.gather_p)
 def gather_slices_quantized(
-    x: QuantizedArray, indices: ArrayLike, *, dimension_numbers, slice_sizes, fill_value, **params
+    x: QuantizedArray, indices: ArrayLike, *, dimension_numbers: Any, slice_sizes: Any, fill_value: Any, **params: Any
 ):
     """The dense slices: an embedding lookup. Along a shared axis the scale has one element."""
     indexed = (*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims)
@@ -189,7 +189,7 @@ def neg_quantized(x: QuantizedArray):
 
 
 @mx.register(lax.convert_element_type_p)
-def convert_quantized(x: QuantizedArray, *, new_dtype, weak_type, sharding):
+def convert_quantized(x: QuantizedArray, *, new_dtype: Any, weak_type: Any, sharding: Any):
     """A floating type is that of the scale."""
     if not jnp.issubdtype(new_dtype, jnp.floating) or weak_type or sharding is not None:
         return NotImplemented

@@ -26,7 +26,7 @@ from .._traits import derive, map_leaves
 from .._value import is_value, materialize
 from .._wrap import dispatch, wrap
 
-T = TypeVar("T", bound=Callable)
+T = TypeVar("T", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 
@@ -57,7 +57,7 @@ class Value(Operators, eqx.Module):
         """Materialize all values and bind the primitive. A type may override what is done where it has no rule."""
         return primitive.bind(*(materialize(x) if is_value(x) else x for x in values), **params)
 
-    default.__func__.is_no_override = True  # so the dispatch does by itself what this would do
+    default.__func__.is_no_override = True  # pyright: ignore[reportFunctionMemberAccess]  # so the dispatch does by itself what this would do
 
 
 class ArrayValue(Shaped, Value):
@@ -67,17 +67,17 @@ class ArrayValue(Shaped, Value):
 class _Filtered(eqx.Module):
     """A function of which only some arguments are made to dispatch."""
 
-    fn: Callable
+    fn: Callable[..., Any]
     filter_spec: Any
 
     @property
-    def __wrapped__(self) -> Callable:
+    def __wrapped__(self) -> Callable[..., Any]:
         return self.fn
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         dynamic, static = eqx.partition((self.fn, args, kwargs), self.filter_spec, is_leaf=is_value)
 
-        def call(dynamic):
+        def call(dynamic: Any):
             fn, args, kwargs = eqx.combine(dynamic, static, is_leaf=is_value)
             return fn(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def quaxify(fn: T, /, filter_spec: Any = True) -> T:
     return eqx.module_update_wrapper(_Filtered(fn, filter_spec))  # type: ignore[return-value]
 
 
-def _names_value(rule: Callable) -> bool:
+def _names_value(rule: Callable[..., Any]) -> bool:
     parameters = inspect.signature(rule).parameters.values()
     return any(p.annotation not in (p.empty, Any) for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
 

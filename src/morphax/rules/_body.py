@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     slots: Slots
     dense: frozenset[int] = frozenset()
     seeded: tuple[Seed, ...] = ()
-    around: Callable[[Callable, list[Any]], list[Any]] | None = None
+    around: Callable[[Callable[..., Any], list[Any]], list[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _retrace(jaxpr: Any, plan: Plan, avals: tuple[Any, ...]) -> Body:
     if plan.around is not None:
         fun = _around(plan.around, fun)
 
-    def over_leaves(*leaves):
+    def over_leaves(*leaves: Any):
         seeds, leaves = leaves[: len(plan.seeded)], leaves[len(plan.seeded) :]
         with subtrace() as trace:
             groups = zip(plan.slots.structures, split(leaves, plan.slots.counts), strict=True)
@@ -193,7 +193,7 @@ def _materialized(trace: DispatchTrace, leaves: Sequence[Any]) -> tuple[Seed, ..
     )
 
 
-def _around(around: Callable, fun: Callable) -> Callable:
+def _around(around: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *operands: around(fun, list(operands))
 
 

@@ -125,12 +125,12 @@ def custom_jvp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     leaves, slots = flatten_all(trace, operands)
     tag, results = trace.tag, _Results()
 
-    def fun_over_leaves(*leaves):
+    def fun_over_leaves(*leaves: Any):
         _jax.reset_stores(fun)
         with subtrace(tag) as inner:
             return results.flatten(inner, inner.call(fun.call_wrapped, slots.build(leaves)))
 
-    def jvp_over_leaves(*primals_and_tangents):
+    def jvp_over_leaves(*primals_and_tangents: Any):
         _jax.reset_stores(jvp)
         half = len(primals_and_tangents) // 2
         primals = split(primals_and_tangents[:half], slots.counts)
@@ -169,12 +169,12 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
     forwarded: list[list[int | None]] = []
     moving: set[int] = set()  # the operands that any run of the forward function was differentiated in
 
-    def fun_over_leaves(*leaves):
+    def fun_over_leaves(*leaves: Any):
         _jax.reset_stores(fun)
         with subtrace(tag) as inner:
             return results.flatten(inner, inner.call(fun.call_wrapped, slots.build(leaves)))
 
-    def fwd_over_leaves(*leaves_and_moves):
+    def fwd_over_leaves(*leaves_and_moves: Any):
         _jax.reset_stores(fwd)
         leaves, moves = leaves_and_moves[::2], leaves_and_moves[1::2]
         moved = [any(group) for group in split(moves, slots.counts)]
@@ -197,7 +197,7 @@ def custom_vjp_call(trace: DispatchTrace, primitive: Any, operands: Sequence[Any
         fwds = [*forwarded[0], *of_values]
         return _tree_of(sum(results.slots.counts)), _tree_of(len(fwds)), fwds
 
-    def bwd_over_leaves(*residuals_and_cotangents):
+    def bwd_over_leaves(*residuals_and_cotangents: Any):
         num_residuals = sum(residuals[0].counts)
         res = residuals_and_cotangents[:num_residuals]
         points = dict(zip(of_values, residuals_and_cotangents[num_residuals:], strict=False))

@@ -33,8 +33,10 @@ def custom_vmap(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], p
     return list(primitive.bind(*consts, *leaves, **new))
 
 
-def _rule_over_leaves(rule: Callable, num_consts: int, slots: Slots, in_tree: Any, tag: Any) -> Callable:
-    def rule_over_leaves(axis_size, batched, *leaves):
+def _rule_over_leaves(
+    rule: Callable[..., Any], num_consts: int, slots: Slots, in_tree: Any, tag: Any
+) -> Callable[..., Any]:
+    def rule_over_leaves(axis_size: Any, batched: Any, *leaves: Any):
         batched, leaves = list(batched)[num_consts:], leaves[num_consts:]
         flags = [any(group) for group in split(batched, slots.counts)]
         with subtrace(tag) as inner:

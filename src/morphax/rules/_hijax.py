@@ -36,11 +36,11 @@ def _undifferentiable(value: Any) -> Any:
         return value
 
     @jax.custom_jvp
-    def identity(*leaves):
+    def identity(*leaves: Any):
         return leaves
 
     @identity.defjvp
-    def _jvp(primals, tangents):
+    def _jvp(primals: Any, tangents: Any):
         raise DifferentiationError(
             f"a `{structure.type.__name__}` has no tangent here: its `__jax_array__` refuses, and it is not said to be linear "
             "in its leaves. If it is, set `linear = True` on the class."

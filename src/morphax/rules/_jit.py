@@ -70,7 +70,7 @@ class _Options:
 
 
 @_jax.weakref_lru_cache
-def _callable(jaxpr: Any, slots: Slots, version: int, options: _Options) -> Callable | None:
+def _callable(jaxpr: Any, slots: Slots, version: int, options: _Options) -> Callable[..., Any] | None:
     """The program on the leaves as a `jax.jit` callable that returns values: at the top level its calls go through C++.
 
     None where such a callable would lose something of the bind, or could not return what the program returns.
@@ -80,7 +80,7 @@ def _callable(jaxpr: Any, slots: Slots, version: int, options: _Options) -> Call
         jaxpr
     )  # this is kept by the jaxpr, and must not keep it; it is called while the jaxpr lives
 
-    def program(*leaves):
+    def program(*leaves: Any):
         jaxpr: Any = reference()
         body = body_over_leaves(jaxpr, Plan(slots), [_jax.typeof(x) for x in leaves])
         return arrays_only(body.results.build(_jax.eval_jaxpr(body.jaxpr)(*leaves)))

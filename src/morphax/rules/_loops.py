@@ -24,7 +24,7 @@ class _Slicing(NamedTuple):
     num_carry: int
     positions: tuple[int, ...]  # of the sliced operands among all xs
 
-    def __call__(self, fun: Callable, operands: list[Any]) -> list[Any]:
+    def __call__(self, fun: Callable[..., Any], operands: list[Any]) -> list[Any]:
         n, k = self.num_consts, len(self.positions)
         consts, wholes, rest = operands[:n], operands[n : n + k], operands[n + k :]
         carry, i, xs = rest[: self.num_carry], rest[self.num_carry], rest[self.num_carry + 1 :]

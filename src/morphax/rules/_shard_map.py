@@ -29,7 +29,7 @@ def shard_map(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], par
     tag = trace.tag
     structures: list[Structure | None] = []  # of the results
 
-    def fun_over_leaves(*leaves):
+    def fun_over_leaves(*leaves: Any):
         with subtrace(tag) as inner:
             boxed = [inner.box(x) for x in slots.build(leaves)]
             with _jax.set_current_trace(inner):

@@ -13,10 +13,10 @@ from .._value import aval_of, is_value
 Call = Callable[..., Any]
 
 
-def decomposition(*primitives: Any) -> Callable[[Callable], Callable]:
+def decomposition(*primitives: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how primitives may be expressed: ``f(operands, **params)`` gives the call to make in their place, or None."""
 
-    def decorate(express: Callable) -> Callable:
+    def decorate(express: Callable[..., Any]) -> Callable[..., Any]:
         @treatment(FALLBACKS, *primitives)
         def simpler(trace: DispatchTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
             call = express(operands, **params)
